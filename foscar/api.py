@@ -1,0 +1,357 @@
+"""What users call: decode attention over a packed paged cache.  The only place that raises user errors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .common.cache import PagedKVCache
+from .common.formats import KVFormat
+from .common.launch import device_arch
+from .common.reference import decode_folded
+from .hopper.config import ARCH, MAX_HEADS, DecodeConfig, TileConfig
+from .hopper.decode import Buffers, Tables, decoder
+
+Q_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+LSE_BASES = (2, "e")
+BACKENDS = ("auto", "cuda", "torch")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _check_query(q: torch.Tensor, cache: PagedKVCache, batch: int) -> None:
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache must be a foscar.PagedKVCache, not {type(cache).__name__}")
+    _require(q.dtype in Q_DTYPES, f"q must be bfloat16 or float16, not {q.dtype}")
+    _require(
+        q.ndim == 3 and q.shape[0] == batch and q.shape[2] == cache.head_dim,
+        f"q must be [batch, query heads, head_dim] = [{batch}, *, {cache.head_dim}], not {list(q.shape)}",
+    )
+    heads, kv = q.shape[1], cache.num_kv_heads
+    _require(heads > 0 and heads % kv == 0, f"{heads} query heads are not a multiple of {kv} KV heads")
+    _require(q.device == cache.device, f"q is on {q.device}, the cache on {cache.device}")
+
+
+def _check_int32(name: str, x: torch.Tensor, ndim: int, device: torch.device) -> None:
+    _require(
+        x.dtype == torch.int32 and x.ndim == ndim,
+        f"{name} must be int32 with {ndim} dimension{'s' * (ndim > 1)}, not {x.dtype} {list(x.shape)}",
+    )
+    _require(x.device == device, f"{name} is on {x.device}, the cache on {device}")
+
+
+def _check_scale(sm_scale: float | None, head_dim: int) -> float:
+    if sm_scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    _require(math.isfinite(sm_scale) and sm_scale > 0, f"sm_scale must be positive and finite, not {sm_scale}")
+    return float(sm_scale)
+
+
+def _check_result(name: str, x: torch.Tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
+    _require(
+        tuple(x.shape) == shape and x.dtype == dtype and x.device == device,
+        f"{name} must be {dtype} {list(shape)} on {device}, not {x.dtype} {list(x.shape)} on {x.device}",
+    )
+
+
+def _check_pages(cache: PagedKVCache, tables: Tables) -> None:
+    """Page ids and lengths against the cache; waits for the device."""
+    lengths = tables.lengths.tolist()
+    rows, starts = tables.pages.cpu(), None if tables.indptr is None else tables.indptr.tolist()
+    for b, length in enumerate(lengths):
+        row = rows[b] if starts is None else rows[starts[b] : starts[b + 1]]
+        pages = -(-length // cache.page_size)
+        _require(0 <= pages <= len(row), f"request {b} has {length} tokens but {len(row)} pages of {cache.page_size}")
+        used = row[:pages]
+        bad = used[(used < 0) | (used >= cache.num_pages)]
+        _require(len(bad) == 0, f"request {b} names page {bad[:1].tolist()}, outside 0 .. {cache.num_pages - 1}")
+
+
+def _readable(q: torch.Tensor) -> torch.Tensor:
+    """q, or a copy where the kernel's loads of 4 or 8 bytes could not follow its strides."""
+    width = 4 * (q.shape[2] // 64)
+    aligned = q.data_ptr() % width == 0 and all(2 * s % width == 0 for s in q.stride()[:2])
+    return q if q.stride(2) == 1 and aligned else q.contiguous()
+
+
+def _dense(tables: Tables, page_size: int) -> Tables:
+    """The dense block table that the torch backend takes."""
+    if tables.indptr is None:
+        return tables
+    starts = tables.indptr.long()
+    counts = starts[1:] - starts[:-1]
+    width = max(1, int(counts.max())) if len(counts) else 1
+    table = torch.full((len(counts), width), -1, dtype=torch.int32, device=tables.pages.device)
+    inside = torch.arange(width, device=table.device)[None] < counts[:, None]
+    table[inside] = tables.pages[int(starts[0]) : int(starts[-1])]
+    return Tables(table, tables.lengths)
+
+
+def _config(cache: PagedKVCache, heads: int, dtype: torch.dtype, tile: TileConfig | None) -> DecodeConfig:
+    group = heads // cache.num_kv_heads
+    _require(group <= MAX_HEADS, f"the Hopper kernel takes 1 to {MAX_HEADS} query heads per KV head, not {group}")
+    arch = device_arch(cache.device)
+    if arch != ARCH:
+        from .common.errors import UnsupportedDeviceError
+
+        raise UnsupportedDeviceError(f"there is a kernel for {ARCH} (Hopper: H100, H200) only, not for {arch}")
+    return DecodeConfig(cache.format, cache.head_dim, cache.page_size, -(-group // 4) * 4, Q_DTYPES[dtype],
+                        tile or TileConfig())  # fmt: skip
+
+
+def _backend(name: str, cache: PagedKVCache) -> str:
+    _require(name in BACKENDS, f"backend must be one of {BACKENDS}, not {name!r}")
+    if name == "auto":
+        return "cuda" if cache.device.type == "cuda" else "torch"
+    _require(name == "torch" or cache.device.type == "cuda", f"backend 'cuda' needs a cache on a GPU, not {cache.device}")
+    return name
+
+
+def _decode(q, cache, tables, sm_scale, out, lse, lse_base, backend, tile, buffers):
+    """Checked arguments to results; ``lse`` is a tensor to fill or None."""
+    if backend == "torch":
+        dense = _dense(tables, cache.page_size)
+        result, log_sum = decode_folded(q, cache, dense.pages, dense.lengths, sm_scale)
+        out.copy_(result)
+        if lse is not None:
+            lse.copy_(log_sum if lse_base == "e" else log_sum / math.log(2.0))
+        return
+    if q.shape[0] == 0:
+        return
+    kernels = decoder(_config(cache, q.shape[1], q.dtype, tile), cache.device.index)
+    if buffers is None:
+        buffers = kernels.buffers(q.shape[0], cache.num_kv_heads, q.shape[1] // cache.num_kv_heads)
+    target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    log_sum = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
+    kernels(_readable(q), cache, tables, target, log_sum, buffers, sm_scale, lse_base)
+    if target is not out:
+        out.copy_(target)
+    if log_sum is not lse:
+        lse.copy_(log_sum)
+
+
+def _results(q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool):
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _check_result("out", out, tuple(q.shape), q.dtype, q.device)
+    if lse is not None:
+        _check_result("lse", lse, tuple(q.shape[:2]), torch.float32, q.device)
+    elif return_lse:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    return out, lse
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    sm_scale: float | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    lse_base: int | str = 2,
+    backend: str = "auto",
+    tile: TileConfig | None = None,
+    check: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one new token per request over its cached tokens: ``softmax(sm_scale q K^T) V``.
+
+    Args:
+        q: [batch, query heads, head_dim], bfloat16 or float16, any strides; query head ``h`` reads KV head
+            ``h // (query heads / KV heads)``.
+        cache: K and V, packed; on the same device.
+        block_table: int32 [batch, max_pages]; entries beyond a request's length are never read.
+        seq_lens: int32 [batch], tokens per request, the new token included; 0 gives zeros and an LSE of -inf.
+        sm_scale: None: 1 / sqrt(head_dim).
+        out: where to write, of q's shape and dtype; None: a new tensor.
+        return_lse: also return log(sum(exp(sm_scale q K^T))) in base ``lse_base``, float32 [batch, query heads].
+        lse_base: 2 (FlashInfer's convention) or "e" (FlashAttention's, vLLM's).
+        backend: "auto": the kernel on a GPU, torch elsewhere; "cuda": the kernel; "torch": the folded torch route.
+        tile: tuning knobs of the kernel (foscar.TileConfig); None: the default.
+        check: verify lengths and page ids first (waits for the device).
+
+    Returns:
+        out of q's dtype, or (out, lse).  On a GPU the call returns before the work is done; it uses the current
+        stream of the cache's device, allocates from torch's allocator and can be captured in a CUDA graph once the
+        kernel has been used (compiled and loaded) outside.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, naming what does.
+        FormatError: a format, head_dim or page size that the kernel does not take.
+        UnsupportedDeviceError: a GPU that there is no kernel for.
+    """
+    _check_int32("seq_lens", seq_lens, 1, cache.device)
+    _check_int32("block_table", block_table, 2, cache.device)
+    batch = seq_lens.shape[0]
+    _require(block_table.shape[0] == batch, f"block_table has {block_table.shape[0]} rows for {batch} requests")
+    _check_query(q, cache, batch)
+    _require(lse_base in LSE_BASES, f"lse_base must be 2 or 'e', not {lse_base!r}")
+    tables = Tables(block_table if block_table.stride(1) == 1 else block_table.contiguous(), seq_lens.contiguous())
+    if check:
+        _check_pages(cache, tables)
+    scale = _check_scale(sm_scale, cache.head_dim)
+    out, lse = _results(q, out, None, return_lse)
+    _decode(q, cache, tables, scale, out, lse, lse_base, _backend(backend, cache), tile, None)
+    return (out, lse) if return_lse else out
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    """plan / run, as FlashInfer's wrapper of that name: the tables once per step, then every layer.
+
+    ``plan`` keeps references to the tables that it is given (or what it derives from them, in place), ``run`` launches.
+    Lengths and page lists are read on the device when the kernel runs, so a captured graph of ``run`` follows a later
+    ``plan`` or in-place change of the same tensors.
+
+    Args:
+        device: where caches will be; None: the tables' device.
+        max_batch: the largest batch, where the workspace should be allocated once (CUDA graphs); None: as needed.
+    """
+
+    def __init__(self, device: torch.device | str | None = None, max_batch: int | None = None):
+        self.device = None if device is None else torch.device(device)
+        self.max_batch = max_batch
+        self._tables: Tables | None = None
+        self._buffers: dict[tuple, Buffers] = {}
+
+    def plan(
+        self,
+        indptr: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+        last_page_len: torch.Tensor | None = None,
+        num_qo_heads: int = 0,
+        num_kv_heads: int = 0,
+        head_dim: int = 0,
+        page_size: int = 0,
+        *,
+        block_table: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        format: KVFormat | None = None,
+        q_data_type: torch.dtype = torch.bfloat16,
+        sm_scale: float | None = None,
+        lse_base: int | str = 2,
+        backend: str = "auto",
+        tile: TileConfig | None = None,
+    ) -> None:
+        """Take the tables of a step, either FlashInfer's three or ``block_table`` and ``seq_lens``.
+
+        Args:
+            indptr: int32 [batch + 1]; request b's pages are ``indices[indptr[b] : indptr[b + 1]]``.
+            indices: int32 [pages], page ids.
+            last_page_len: int32 [batch], tokens in the last page, 1 .. page_size (no matter for a request without
+                pages).
+            num_qo_heads, num_kv_heads, head_dim, page_size, format, q_data_type: what ``run``'s q and cache will be;
+                checked there, and used here to compile and load the kernel.
+            block_table, seq_lens: see :func:`decode_attention`.
+            sm_scale, lse_base, backend, tile: see :func:`decode_attention`.
+
+        No host synchronization.  Raises as :func:`decode_attention`.
+        """
+        _require(
+            num_qo_heads > 0 and num_kv_heads > 0 and num_qo_heads % num_kv_heads == 0,
+            f"num_qo_heads ({num_qo_heads}) must be a positive multiple of num_kv_heads ({num_kv_heads})",
+        )
+        _require(q_data_type in Q_DTYPES, f"q must be bfloat16 or float16, not {q_data_type}")
+        _require(lse_base in LSE_BASES, f"lse_base must be 2 or 'e', not {lse_base!r}")
+        _require(backend in BACKENDS, f"backend must be one of {BACKENDS}, not {backend!r}")
+        dense = block_table is not None and seq_lens is not None
+        compressed = indptr is not None and indices is not None and last_page_len is not None
+        _require(dense != compressed, "plan takes either indptr, indices, last_page_len or block_table, seq_lens")
+        device = self.device or (block_table if dense else indices).device
+        self._tables = self._dense(block_table, seq_lens, device) if dense else self._compressed(
+            indptr, indices, last_page_len, page_size, device)  # fmt: skip
+        layout = (KVFormat.int2() if format is None else format).layout(head_dim, page_size)
+        self._expected = (layout, num_kv_heads, num_qo_heads, q_data_type)
+        self._options = (_check_scale(sm_scale, head_dim), lse_base, backend, tile)
+        self._batch = self._tables.lengths.shape[0]
+        _require(
+            self.max_batch is None or self._batch <= self.max_batch,
+            f"a batch of {self._batch} is larger than max_batch = {self.max_batch}",
+        )
+        if device.type == "cuda" and backend != "torch":
+            probe = PagedKVCache(0, page_size, num_kv_heads, head_dim, layout.format, device)
+            self._workspace(probe, num_qo_heads, q_data_type)
+
+    @staticmethod
+    def _dense(block_table, seq_lens, device) -> Tables:
+        _check_int32("block_table", block_table, 2, device)
+        _check_int32("seq_lens", seq_lens, 1, device)
+        _require(
+            block_table.shape[0] == seq_lens.shape[0],
+            f"block_table has {block_table.shape[0]} rows for {seq_lens.shape[0]} requests",
+        )
+        _require(
+            block_table.stride(1) == 1 and seq_lens.is_contiguous(),
+            "plan keeps block_table and seq_lens: their last dimension must be contiguous",
+        )
+        return Tables(block_table, seq_lens)
+
+    def _compressed(self, indptr, indices, last_page_len, page_size, device) -> Tables:
+        for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
+            _check_int32(name, x, 1, device)
+            _require(x.is_contiguous(), f"plan keeps {name}: it must be contiguous")
+        _require(
+            indptr.shape[0] == last_page_len.shape[0] + 1,
+            f"indptr has {indptr.shape[0]} entries for {last_page_len.shape[0]} requests; it needs one more than those",
+        )
+        pages = indptr[1:] - indptr[:-1]
+        lengths = torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)
+        old = self._tables.lengths if self._tables is not None and self._tables.indptr is not None else None
+        if old is not None and old.shape == lengths.shape and old.device == lengths.device:
+            lengths = old.copy_(lengths)  # the same storage, for a captured graph
+        return Tables(indices, lengths.to(torch.int32), indptr)
+
+    def _workspace(self, cache: PagedKVCache, heads: int, dtype: torch.dtype) -> Buffers:
+        config = _config(cache, heads, dtype, self._options[3])
+        group, batch = heads // cache.num_kv_heads, self.max_batch or self._batch
+        key = (config, cache.device, cache.num_kv_heads, group)
+        old = self._buffers.get(key)
+        if old is None or old.splits.numel() < 2 * batch * cache.num_kv_heads:
+            self._buffers[key] = decoder(config, cache.device.index).buffers(batch, cache.num_kv_heads, group)
+        return self._buffers[key]
+
+    def run(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the planned requests over one layer's cache.
+
+        Args:
+            q: [batch, query heads, head_dim] of the planned dtype.
+            cache: a cache of the planned format and shape.
+            out, lse: where to write, or None.
+
+        Returns:
+            out, or (out, lse) with ``return_lse``; see :func:`decode_attention`.
+        """
+        _require(self._tables is not None, "call plan before run")
+        layout, kv_heads, heads, dtype = self._expected
+        _check_query(q, cache, self._batch)
+        _require(
+            cache.layout == layout and cache.num_kv_heads == kv_heads,
+            f"the plan is for {layout.format.name}, {kv_heads} KV heads of {layout.head_dim}, pages of "
+            f"{layout.page_size}; the cache is {cache!r}",
+        )
+        _require(
+            q.shape[1] == heads and q.dtype == dtype,
+            f"the plan is for {heads} query heads of {dtype}, q has {q.shape[1]} of {q.dtype}",
+        )
+        _require(
+            self._tables.lengths.device == cache.device,
+            f"the planned tables are on {self._tables.lengths.device}, the cache on {cache.device}",
+        )
+        scale, lse_base, backend, tile = self._options
+        backend = _backend(backend, cache)
+        out, lse = _results(q, out, lse, return_lse)
+        buffers = self._workspace(cache, heads, dtype) if backend == "cuda" else None
+        _decode(q, cache, self._tables, scale, out, lse, lse_base, backend, tile, buffers)
+        return (out, lse) if return_lse else out

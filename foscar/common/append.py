@@ -1,0 +1,260 @@
+"""What an append writes: new tokens -> (page, byte offsets, bytes), for both axes.
+
+:meth:`foscar.common.cache.PagedKVCache.append` is the entry; it plans K and V here first, and stores only when nothing
+was refused.  All indices are int64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from foscar.common.pack import TensorTable, pack_codes, param_bytes, params_from_bytes, unpack_codes
+from foscar.common.quantize import explain_bad_group, nearest_codes, param_dtype, quantize
+
+_CHUNK_ELEMENTS = 1 << 24  # of the float temporaries of token groups
+
+
+def check_tables(device: torch.device, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Types, shapes and device of the tensors that say where requests live.
+
+    Raises:
+        ValueError: not int32 [batch, max_pages] and int32 [batch] on ``device``.
+    """
+    for name, x, ndim, shape in (
+        ("block_table", block_table, 2, "[batch, max_pages]"),
+        ("seq_lens", seq_lens, 1, "[batch]"),
+    ):
+        if x.dtype != torch.int32 or x.ndim != ndim:
+            raise ValueError(f"{name} must be int32 {shape}, not {x.dtype} {list(x.shape)}")
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}, the cache on {device}")
+    if block_table.shape[0] != seq_lens.shape[0]:
+        raise ValueError(f"block_table has {block_table.shape[0]} requests, seq_lens {seq_lens.shape[0]}")
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Where the ``n`` new tokens go.
+
+    Attributes:
+        page, slot: int64 [n], the page and the token within it.
+        block_table, seq_lens, indptr: as given to ``append`` (indptr None: one token per request).
+    """
+
+    page: torch.Tensor
+    slot: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    indptr: torch.Tensor | None
+
+    @classmethod
+    def make(cls, cache, k, v, block_table, seq_lens, indptr) -> NewTokens:
+        """Checked arguments of ``append``; the checks that would make the host wait run on the CPU only."""
+        _check_values(cache, k, v)
+        check_tables(cache.device, block_table, seq_lens)
+        n, batch = k.shape[0], seq_lens.shape[0]
+        start = seq_lens.long()
+        if indptr is None:
+            if n != batch:
+                raise ValueError(f"k has {n} tokens for {batch} requests: without indptr each request gets one")
+            request, position = torch.arange(n, device=cache.device), start
+        else:
+            _check_indptr(cache.device, indptr, batch, n)
+            rows = torch.arange(n, device=cache.device)
+            ends = indptr.long()
+            request = torch.searchsorted(ends[1:], rows, right=True)
+            position = start[request] + rows - ends[request]
+        column = position // cache.page_size
+        if cache.device.type == "cpu":
+            _check_positions(cache, block_table, request, position, column)
+        page = block_table[request, column].long()
+        if cache.device.type == "cpu":
+            check_page_ids(cache, page, request)
+        else:
+            page = torch.where(page < 0, cache.num_pages, page)  # a negative index would count from the end
+        return cls(page, position % cache.page_size, block_table, seq_lens, indptr)
+
+
+@dataclass(frozen=True)
+class Write:
+    """Bytes ``values`` [m, heads, w] for byte offsets [m, w] of the records of ``page`` [m]."""
+
+    page: torch.Tensor
+    offsets: torch.Tensor
+    values: torch.Tensor
+
+    def store(self, data: torch.Tensor) -> None:
+        data[_index(data, self.page, self.offsets)] = self.values
+
+
+def _index(data, page, offsets):
+    """Index of [m, heads, w] bytes of ``data`` [pages, heads, record]."""
+    heads = torch.arange(data.shape[1], device=data.device)
+    return page[:, None, None], heads[None, :, None], offsets[:, None, :]
+
+
+def plan_tokens(cache, new: NewTokens, name, x, table: TensorTable, group: int, check: bool) -> list[Write]:
+    """Axis "token": every token stands alone."""
+    params = cache.format.params
+    q = quantize(x, table.format, group=group, params=params, check=check, name=name)
+    pairs = param_bytes(q.scale, q.bias).flatten(2)
+    return [
+        Write(new.page, table.codes[new.slot], pack_codes(q.codes, table.format.bits)),
+        Write(new.page, table.params[new.slot].flatten(1), pairs),
+    ]
+
+
+def plan_channels(cache, new: NewTokens, name, x, table: TensorTable, group: int, check: bool) -> list[Write]:
+    """Axis "channel": a segment is the part of one token group that one request's new tokens fall in."""
+    segments = _segments(new, group, x.shape[0])
+    step = max(1, _CHUNK_ELEMENTS // (group * cache.num_kv_heads * cache.head_dim))
+    writes = []
+    for i in range(0, len(segments), step):
+        writes += _plan_segments(cache, new, name, x, table, group, check, segments[i : i + step])
+    return writes
+
+
+def _segments(new: NewTokens, group: int, n: int) -> list[tuple[int, int, int, int, int]]:
+    """(request, first position of the group, first and last + 1 new position, row of the first) of each segment."""
+    starts = new.seq_lens.tolist()
+    ends = list(range(len(starts) + 1)) if new.indptr is None else new.indptr.tolist()
+    segments = []
+    for b, start in enumerate(starts):
+        stop = start + ends[b + 1] - ends[b]
+        for base in range(start // group * group, stop, group):
+            first, last = max(start, base), min(stop, base + group)
+            if first < last:
+                segments.append((b, base, first, last, ends[b] + first - start))
+    return segments
+
+
+def _plan_segments(cache, new, name, x, table, group, check, segments) -> list[Write]:
+    dev, page_size = x.device, cache.page_size
+    request, base, first, last, row = torch.tensor(segments, device=dev).unbind(1)
+    position = base[:, None] + torch.arange(group, device=dev)  # [segments, group]
+    is_old = position < first[:, None]
+    is_new = ~is_old & (position < last[:, None])
+    # outside the new tokens repeat the nearest one, which changes no minimum or maximum
+    rows = row[:, None] + torch.minimum(torch.maximum(position, first[:, None]), last[:, None] - 1) - first[:, None]
+    values = x[rows].to(torch.float64 if x.dtype == torch.float64 else torch.float32)  # [segments, group, heads, D]
+
+    continued = [i for i, s in enumerate(segments) if s[2] > s[1]]
+    old = None
+    if continued:
+        index = torch.tensor(continued, device=dev)
+        old = _read_groups(cache, new, table, request[index], position[index], first[index])
+        old.merge(values, is_old, index, table.format.max_code)
+    q = quantize(values.flatten(0, 1), table.format, group=group, params=cache.format.params, check=False)
+    codes, scale, bias = q.codes.view(values.shape), q.scale, q.bias
+    changed = torch.ones(len(segments), dtype=torch.bool, device=dev)
+    known = torch.zeros_like(bias, dtype=torch.bool)
+    if old is not None:
+        known[index] = old.keep
+        changed[index] = (~old.keep).flatten(1).any(1)
+        scale[index] = torch.where(old.keep, old.scale, scale[index])
+        bias[index] = torch.where(old.keep, old.bias, bias[index])
+        kept = nearest_codes(values[index], scale[index][:, None], bias[index][:, None], table.format.max_code)
+        kept = torch.where(is_old[index][:, :, None, None], old.codes, kept)
+        codes[index] = torch.where(old.keep[:, None], kept, codes[index])
+    if check and bool((bad := bias.isnan() & ~known).any()):
+        s, head, channel = bad.nonzero()[0].tolist()
+        b, _, p0, p1, _ = segments[s]
+        where = f"{name}[request {b}, positions {p0}:{p1}, head {head}, channel {channel}]"
+        group_values = values[s, is_old[s] | is_new[s], head, channel]
+        raise ValueError(explain_bad_group(group_values, where, param_dtype(cache.format.params)))
+
+    stored = is_new | (is_old & changed[:, None])
+    s, j = stored.nonzero().unbind(1)
+    page = new.block_table[request[s], position[s, j] // page_size].long()
+    write_codes = Write(page, table.codes[position[s, j] % page_size], pack_codes(codes[s, j], table.format.bits))
+
+    # the pair of a group is stored in each of its pages that holds one of its tokens
+    pages = [(i, p) for i, g in enumerate(segments) for p in range(g[1] // page_size, (g[3] - 1) // page_size + 1)]
+    s, column = torch.tensor(pages, device=dev).unbind(1)
+    offsets = table.params[(base[s] % page_size) // table.group].flatten(1)
+    page = new.block_table[request[s], column].long()
+    return [write_codes, Write(page, offsets, param_bytes(scale[s], bias[s]).flatten(2))]
+
+
+@dataclass
+class _OldGroups:
+    """What the cache holds of partially filled token groups: codes [c, group, heads, D], parameters [c, heads, D].
+
+    ``keep`` (bool [c, heads, D]), set by :meth:`merge`: the parameters stay.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor
+    keep: torch.Tensor | None = None
+
+    def merge(self, values: torch.Tensor, is_old: torch.Tensor, index: torch.Tensor, max_code: int) -> None:
+        """Decide what to keep against the new ``values`` [segments, group, heads, D] of the segments ``index``, then
+        put the dequantized old values in their places."""
+        fresh = values[index]
+        old = is_old[index][:, :, None, None]
+        scale, bias = self.scale.to(values.dtype), self.bias.to(values.dtype)
+        several = (self.codes * old).amax(1) > 0  # all codes 0: one value, whatever the scale
+        top = torch.where(several, bias + scale * max_code, bias)
+        self.keep = bias.isnan() | ((fresh.amin(1) >= bias) & (fresh.amax(1) <= top))
+        values[index] = torch.where(old, self.codes * scale[:, None] + bias[:, None], fresh)
+
+
+def _read_groups(cache, new, table, request, position, first) -> _OldGroups:
+    """The old part (positions below ``first`` [c]) of token groups ``position`` [c, group]; the rest is filler."""
+    position = torch.minimum(position, first[:, None] - 1)
+    page = new.block_table[request[:, None], position // cache.page_size].long()
+    if page.device.type == "cpu":
+        check_page_ids(cache, page, request[:, None].expand_as(page))
+    slot = position % cache.page_size
+    data = cache.data
+    row_bytes = data[_index(data, page.flatten(), table.codes[slot.flatten()])]
+    codes = unpack_codes(row_bytes, table.format.bits).unflatten(0, page.shape)
+    pairs = data[_index(data, page[:, -1], table.params[slot[:, -1] // table.group].flatten(1))]
+    scale, bias = params_from_bytes(pairs.unflatten(2, (-1, 4)), param_dtype(cache.format.params))
+    return _OldGroups(codes, scale, bias)
+
+
+def check_page_ids(cache, page: torch.Tensor, request: torch.Tensor) -> None:
+    """Page ids (int64, on the CPU) that are about to be used.
+
+    Raises:
+        ValueError: one is outside the cache; says whose.
+    """
+    bad = ((page < 0) | (page >= cache.num_pages)).nonzero()
+    if len(bad):
+        at = tuple(bad[0].tolist())
+        raise ValueError(f"block_table[{int(request[at])}] holds page id {int(page[at])} where tokens are stored; "
+                         f"the cache has pages 0 .. {cache.num_pages - 1}")
+
+
+def _check_values(cache, k, v) -> None:
+    want = (cache.num_kv_heads, cache.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        if not x.is_floating_point() or x.ndim != 3 or tuple(x.shape[1:]) != want:
+            raise ValueError(f"{name} must be a float tensor [n, {want[0]}, {want[1]}] (KV heads, head_dim), "
+                             f"not {x.dtype} {list(x.shape)}")
+        if x.device != cache.device:
+            raise ValueError(f"{name} is on {x.device}, the cache on {cache.device}")
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(f"k has {k.shape[0]} tokens, v {v.shape[0]}")
+
+
+def _check_indptr(device, indptr, batch, n) -> None:
+    if indptr.dtype != torch.int32 or tuple(indptr.shape) != (batch + 1,) or indptr.device != device:
+        raise ValueError(f"indptr must be int32 [{batch + 1}] on {device}, "
+                         f"not {indptr.dtype} {list(indptr.shape)} on {indptr.device}")
+    if device.type == "cpu":
+        ends = indptr.tolist()
+        if ends[0] != 0 or ends[-1] != n or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+            raise ValueError(f"indptr must ascend from 0 to the {n} tokens of k, not {ends[:8]}{'...' * (batch > 7)}")
+
+
+def _check_positions(cache, block_table, request, position, column) -> None:
+    bad = ((position < 0) | (column >= block_table.shape[1])).nonzero()
+    if len(bad):
+        i = int(bad[0])
+        raise ValueError(f"request {int(request[i])}: position {int(position[i])} is outside its block table of "
+                         f"{block_table.shape[1]} pages of {cache.page_size} tokens")

@@ -1,0 +1,189 @@
+"""The paged KV cache: storage, append, and reading back.
+
+Storage is one uint8 tensor [num_pages, num_kv_heads, record_bytes], the record as in :mod:`foscar.common.formats`.
+A request owns the pages of its row of a block table, int32 [batch, max_pages]: its token ``p`` is row
+``p % page_size`` of page ``block_table[b, p // page_size]``.  Entries beyond a request's length are never read and
+may hold anything, -1 for example.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from foscar.common import append as _append
+from foscar.common.formats import KVFormat, RecordLayout
+from foscar.common.pack import record_tables, unpack_record
+from foscar.common.quantize import Quantized, dequantize
+
+ALIGNMENT = 16  # bytes: what a bulk copy needs of the base address and of every stride
+
+
+class PagedKVCache:
+    """K and V of one layer in 2 or 4 bits, quantized once per KV head.
+
+    Args:
+        num_pages, page_size: pages of ``page_size`` (16, 32, 64 or 128) tokens.
+        num_kv_heads: KV heads, not query heads.
+        head_dim: 64, 128 or 256.
+        format: bits, axes, groups and parameter type.
+        device: where to allocate (ignored with ``data``).
+        data: storage to use instead of allocating: uint8 [num_pages, num_kv_heads, record_bytes], possibly a strided
+            view (layers interleaved, say) whose last dimension is contiguous and whose base address and other strides
+            are multiples of 16 bytes.
+
+    Raises:
+        FormatError: a format, head_dim or page size that is not supported.
+        ValueError: ``data`` of another type, shape or alignment.
+
+    Attributes:
+        data, format, layout, num_pages, page_size, num_kv_heads, head_dim, device.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        format: KVFormat | None = None,
+        device: str | torch.device = "cpu",
+        data: torch.Tensor | None = None,
+    ):
+        self.format = KVFormat.int2() if format is None else format
+        self.layout: RecordLayout = self.format.layout(head_dim, page_size)
+        self.num_pages, self.page_size = num_pages, page_size
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        if num_pages < 0 or num_kv_heads < 1:
+            raise ValueError(f"a cache needs num_pages >= 0 and num_kv_heads >= 1, not {num_pages} and {num_kv_heads}")
+        shape = (num_pages, num_kv_heads, self.layout.record_bytes)
+        if data is None:
+            data = torch.zeros(shape, dtype=torch.uint8, device=device)
+        _check_storage(data, shape)
+        self.data = data
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of one token in all KV heads, K and V, codes and parameters."""
+        return self.layout.bytes_per_token * self.num_kv_heads
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all records."""
+        return self.num_pages * self.num_kv_heads * self.layout.record_bytes
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedKVCache({self.format.name}, {self.num_pages} pages of {self.page_size} tokens, "
+            f"{self.num_kv_heads} KV heads of {self.head_dim}, {self.bytes_per_token:g} bytes per token, "
+            f"{self.nbytes / 2**20:.1f} MiB on {self.device})"
+        )
+
+    def append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        indptr: torch.Tensor | None = None,
+        *,
+        check: bool | None = None,
+    ) -> None:
+        """Quantize new tokens and store them behind those that the requests already have.
+
+        Request ``b`` gets rows ``indptr[b] : indptr[b + 1]`` of ``k`` and ``v`` (without ``indptr``: row ``b``) at its
+        positions ``seq_lens[b], seq_lens[b] + 1, ...``.  Nothing is written if an error is raised on the CPU.
+
+        Axis "token": no byte but the new tokens' is written, and on CUDA the host does not wait for the device.
+        Axis "channel": a token group (counted from the request's token 0) may be filled bit by bit.  Where the new
+        values of a channel lie within the group's present range, its parameters and old codes stay bit for bit;
+        elsewhere the channel is quantized again from its *dequantized* old values and the new ones, which loses up to
+        half a step each time: append whole groups where that matters.  A group whose codes are all 0 holds
+        one value, which is its range.  The host waits for the lengths.
+        Requests must not share the page or the token group that they append to.
+
+        Args:
+            k, v: [n, num_kv_heads, head_dim], any float type and strides, on the cache's device.
+            block_table: int32 [batch, max_pages].
+            seq_lens: int32 [batch], the lengths *before* the append.
+            indptr: int32 [batch + 1], from 0 to n, ascending.
+            check: raise for values that cannot be represented (None: on the CPU only).  Unchecked, such a group
+                decodes to NaN, and nothing else does.
+
+        Raises:
+            ValueError: types, shapes or devices; on the CPU also page ids outside the cache, positions outside the
+                block table, a bad ``indptr``, and values as above.  On CUDA a bad page id stops in a device assertion.
+        """
+        new = _append.NewTokens.make(self, k, v, block_table, seq_lens, indptr)
+        check = self.device.type == "cpu" if check is None else check
+        tables = record_tables(self.layout, self.device)
+        writes = []
+        for name, x, table, group in (("k", k, tables.k, self.layout.k_group), ("v", v, tables.v, self.layout.v_group)):
+            plan = _append.plan_tokens if table.format.axis == "token" else _append.plan_channels
+            writes += plan(self, new, name, x, table, group, check)
+        for write in writes:
+            write.store(self.data)
+
+    def read_pages(self, page_ids: torch.Tensor) -> tuple[Quantized, Quantized]:
+        """(K, V) of whole pages (int64 [n], each in range) as of :func:`foscar.common.pack.unpack_record`."""
+        return unpack_record(self.layout, self.data.index_select(0, page_ids))
+
+    def read_tokens(self, block_table_row: torch.Tensor, start: int, stop: int) -> tuple[Quantized, Quantized]:
+        """(K, V) of one request's tokens ``start:stop`` in codes; ``start`` is a multiple of the page size.
+
+        Parameters of axis "channel" come per stored group (``record_tables(layout, device).k.group`` tokens, the last
+        may be partial).  Rows beyond ``stop`` and page ids beyond the last page needed are not looked at.
+        """
+        page = self.page_size
+        if start % page or not 0 <= start <= stop or -(-stop // page) > block_table_row.shape[0]:
+            raise ValueError(
+                f"tokens {start}:{stop} do not start at a page or do not fit {block_table_row.shape[0]} pages of {page}"
+            )
+        ids = block_table_row[start // page : -(-stop // page)].long()
+        if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= self.num_pages)).any()):
+            raise ValueError(f"block_table holds a page id outside 0 .. {self.num_pages - 1} below the length")
+        tables = record_tables(self.layout, self.device)
+        k, v = self.read_pages(ids)
+        return tuple(_first_tokens(x, table, stop - start) for x, table in ((k, tables.k), (v, tables.v)))
+
+    def dequantize_request(
+        self, block_table_row: torch.Tensor, length: int, dtype: torch.dtype = torch.float64
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(K, V) of one request [length, num_kv_heads, head_dim]: what the cache holds, as ``dtype``.
+
+        Args:
+            block_table_row: int32 [max_pages]; only the first ``ceil(length / page_size)`` entries are read.
+        """
+        tables = record_tables(self.layout, self.device)
+        k, v = self.read_tokens(block_table_row, 0, length)
+        return tuple(
+            dequantize(x, table.format, group=table.group, dtype=dtype) for x, table in ((k, tables.k), (v, tables.v))
+        )
+
+
+def _first_tokens(x: Quantized, table, count: int) -> Quantized:
+    """The first ``count`` tokens of whole pages, without the slack rows and the groups that hold only slack."""
+    params = count if table.format.axis == "token" else -(-count // table.group)
+    return Quantized(x.codes[:count], x.scale[:params], x.bias[:params])
+
+
+def _check_storage(data: torch.Tensor, shape: tuple[int, int, int]) -> None:
+    if data.dtype != torch.uint8 or tuple(data.shape) != shape:
+        raise ValueError(f"data must be uint8 {list(shape)}, not {data.dtype} {list(data.shape)}")
+    if data.numel() == 0:
+        return
+    outer = [(data.stride(i), data.shape[i]) for i in (0, 1) if data.shape[i] > 1]
+    if data.stride(2) != 1 or data.data_ptr() % ALIGNMENT or any(s % ALIGNMENT for s, _ in outer):
+        raise ValueError(
+            f"data must have a contiguous last dimension and a base address and strides that are multiples of "
+            f"{ALIGNMENT} bytes; its strides are {list(data.stride())}, its address {data.data_ptr():#x}"
+        )
+    outer.sort()
+    extent = shape[2]
+    for stride, size in outer:
+        if stride < extent:
+            raise ValueError(f"data has overlapping records: strides {list(data.stride())}, record {shape[2]} bytes")
+        extent += stride * (size - 1)

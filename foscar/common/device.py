@@ -1,0 +1,146 @@
+"""Single instructions that device code of every architecture uses, each pure unless said otherwise.
+
+The DSL contracts no ``a * b + c`` and marks some wrappers as side-effecting, which pins them in place; these do neither.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+@dsl_user_op
+def _pure(result_type, operands, text, constraints, *, loc=None, ip=None):
+    values = [x.ir_value(loc=loc, ip=ip) for x in operands]
+    return llvm.inline_asm(
+        result_type,
+        values,
+        text,
+        constraints,
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def fma(a, b, c) -> Float32:
+    """``a * b + c`` in float32, one rounding."""
+    return Float32(_pure(T.f32(), [Float32(a), Float32(b), Float32(c)], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"))
+
+
+def _unary(name: str, x) -> Float32:
+    return Float32(_pure(T.f32(), [Float32(x)], f"{name}.approx.ftz.f32 $0, $1;", "=f,f"))
+
+
+def exp2(x) -> Float32:
+    return _unary("ex2", x)
+
+
+def log2(x) -> Float32:
+    return _unary("lg2", x)
+
+
+def max_nan(a, b) -> Float32:
+    """The larger one; NaN where either is (cute.arch.fmax drops a NaN)."""
+    return Float32(_pure(T.f32(), [Float32(a), Float32(b)], "max.NaN.f32 $0, $1, $2;", "=f,f,f"))
+
+
+def reciprocal(x) -> Float32:
+    return _unary("rcp", x)
+
+
+def byte_permute(a, b, selector: int) -> Uint32:
+    """Bytes of ``{b, a}`` chosen by the four nibbles of ``selector`` (PTX prmt)."""
+    return Uint32(_pure(T.i32(), [Uint32(a), Uint32(b)], f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r"))
+
+
+def e4m3x4(values) -> Uint32:
+    """Four float32 rounded to e4m3 (nearest even, saturating), the first in the lowest byte."""
+    text = (
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }"
+    )
+    return Uint32(_pure(T.i32(), [Float32(v) for v in values], text, "=r,f,f,f,f"))
+
+
+def from_e4m3x4(word) -> list[Float32]:
+    """The four e4m3 bytes of a word as float32, exact."""
+    halves = [
+        Uint32(
+            _pure(
+                T.i32(),
+                [Uint32(word)],
+                f"{{ .reg .b16 lo, hi; mov.b32 {{lo, hi}}, $1; cvt.rn.f16x2.e4m3x2 $0, {name}; }}",
+                "=r,r",
+            )
+        )
+        for name in ("lo", "hi")
+    ]
+    return [x for h in halves for x in unpack_halves(h, "float16")]
+
+
+def unpack_halves(word, dtype: str) -> list[Float32]:
+    """The two 16-bit floats ("float16" or "bfloat16") of a word as float32, the low half first."""
+    if dtype == "bfloat16":
+        return [(word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)]
+    return [
+        Float32(
+            _pure(
+                T.f32(),
+                [Uint32(word)],
+                f"{{ .reg .b16 lo, hi; mov.b32 {{lo, hi}}, $1; cvt.f32.f16 $0, {name}; }}",
+                "=f,r",
+            )
+        )
+        for name in ("lo", "hi")
+    ]
+
+
+def global_pointer(dtype, address, align: int) -> cute.Pointer:
+    """A pointer to global memory from an Int64 address."""
+    return cute.make_ptr(dtype, Int64(address), cute.AddressSpace.gmem, assumed_align=align)
+
+
+def shared_vector(address, words: int) -> cute.Tensor:
+    """``words`` (1, 2 or 4) consecutive 32-bit words of shared memory at a byte address aligned to their size."""
+    ptr = cute.make_ptr(Uint32, Int32(address), cute.AddressSpace.smem, assumed_align=4 * words)
+    return cute.make_tensor(ptr, cute.make_layout(words))
+
+
+def load_shared(address, words: int) -> cute.Tensor:
+    """The words at ``address`` in registers, by one load."""
+    r = cute.make_rmem_tensor((words,), Uint32)
+    cute.autovec_copy(shared_vector(address, words), r)
+    return r
+
+
+def store_shared(address, values) -> None:
+    """Store a list of 1, 2 or 4 words (Uint32) by one store."""
+    r = cute.make_rmem_tensor((len(values),), Uint32)
+    for i, v in enumerate(values):
+        r[i] = v
+    cute.autovec_copy(r, shared_vector(address, len(values)))
+
+
+def tree(op, values):
+    """Reduce a list pairwise, so that the depth is logarithmic."""
+    values = list(values)
+    while len(values) > 1:
+        pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[2 * len(pairs) :]
+    return values[0]
+
+
+def butterfly(op, value, offsets):
+    """Reduce over the lanes that differ in the bits ``offsets``; every lane gets the result."""
+    for offset in offsets:
+        value = op(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
+    return value
+
+
+def add(a, b):
+    return a + b

@@ -1,0 +1,256 @@
+"""The quantized KV-cache formats and, in one place, where every byte of a cache record lies.
+
+A value is stored as ``x ~ scale * code + bias`` with an unsigned code of 2 or 4 bits and 16-bit parameters.
+Packing, unpacking, the cache, the reference, the kernels and the tests all take byte positions from here.
+
+Row bytes
+    The ``head_dim`` codes of one token are packed *planar* into ``R = head_dim * bits / 8`` bytes: byte ``i`` holds
+    channels ``i, i + R, i + 2R, ...`` in ascending bit positions (``p = channel // R`` is the position, its bits are
+    ``[bits * p, bits * (p + 1))``).  One mask over a 32-bit word therefore selects the same position of four
+    neighbouring bytes, which is a tensor-core operand register.
+
+Record
+    One contiguous record per (page, KV head)::
+
+        | K codes | K parameters | V codes | V parameters |
+
+    so that one bulk copy brings a page.  All section sizes are multiples of 64 bytes.
+
+K codes: blocks of 16 tokens.
+    The thread that owns query-key rows ``4q + 2i + {0, 1}`` (tokens) and row bytes ``16u + 4t + {0..3}`` reads them as
+    one vector of up to 16 bytes; the vectors of a warp are consecutive.  See :meth:`RecordLayout.k_byte`.
+V codes: blocks of ``min(page_size, 64)`` tokens.
+    A word holds one row byte of four consecutive tokens (the token is the contraction index of P V), and the words of
+    one row byte and one token quad of up to four 16-token groups are consecutive.  See :meth:`RecordLayout.v_byte`.
+Parameters: (scale, bias) pairs of 4 bytes.
+    Axis "token": ``[channel group][token]``.  Axis "channel": ``[token group][channel]``; a group of more tokens than
+    a page is repeated in each of its pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+BITS = (2, 4)
+AXES = ("token", "channel")
+PARAM_DTYPES = ("float16", "bfloat16")
+PAGE_SIZES = (16, 32, 64, 128)
+HEAD_DIMS = (64, 128, 256)
+PARAM_BYTES = 4  # one (scale, bias) pair
+
+
+class FormatError(ValueError):
+    """A format, head dimension or page size that the cache cannot hold; the message names what is supported."""
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise FormatError(message)
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """How K or V alone is quantized.
+
+    Args:
+        bits: 2 or 4.
+        axis: "token" (each token has its own parameters, one pair per group of channels) or "channel" (each channel
+            has its own parameters, one pair per group of tokens).
+        group: axis "token": channels per pair (a multiple of 32 that divides head_dim; None: head_dim).
+            Axis "channel": tokens per pair (a multiple of 16 that divides or is a multiple of the page size;
+            None: the page size).
+    """
+
+    bits: int = 2
+    axis: str = "token"
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.bits in BITS, f"bits must be one of {BITS}, not {self.bits!r}")
+        _require(self.axis in AXES, f"axis must be one of {AXES}, not {self.axis!r}")
+        unit = 32 if self.axis == "token" else 16
+        ok = self.group is None or (isinstance(self.group, int) and self.group > 0 and self.group % unit == 0)
+        _require(ok, f"group along axis {self.axis!r} must be a positive multiple of {unit}, not {self.group!r}")
+
+    @property
+    def max_code(self) -> int:
+        return (1 << self.bits) - 1
+
+    @property
+    def positions(self) -> int:
+        """Codes per byte."""
+        return 8 // self.bits
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of one token's codes."""
+        return head_dim * self.bits // 8
+
+    def resolved_group(self, head_dim: int, page_size: int) -> int:
+        """The group size with None replaced by its default."""
+        if self.group is not None:
+            return self.group
+        return head_dim if self.axis == "token" else page_size
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """The format of a KV cache: one :class:`TensorFormat` each for K and V, and the type of the parameters.
+
+    ``KVFormat.int2()`` and ``KVFormat.int4()`` are the usual ones (per token, one group, fp16 parameters).
+    """
+
+    k: TensorFormat = field(default_factory=TensorFormat)
+    v: TensorFormat = field(default_factory=TensorFormat)
+    params: str = "float16"
+
+    def __post_init__(self) -> None:
+        _require(self.params in PARAM_DTYPES, f"params must be one of {PARAM_DTYPES}, not {self.params!r}")
+
+    @classmethod
+    def make(
+        cls,
+        k_bits: int = 2,
+        v_bits: int | None = None,
+        *,
+        k_axis: str = "token",
+        v_axis: str = "token",
+        k_group: int | None = None,
+        v_group: int | None = None,
+        params: str = "float16",
+    ) -> KVFormat:
+        """Flat spelling; ``v_bits`` defaults to ``k_bits``."""
+        v_bits = k_bits if v_bits is None else v_bits
+        return cls(TensorFormat(k_bits, k_axis, k_group), TensorFormat(v_bits, v_axis, v_group), params)
+
+    @classmethod
+    def int2(cls) -> KVFormat:
+        return cls.make(2)
+
+    @classmethod
+    def int4(cls) -> KVFormat:
+        return cls.make(4)
+
+    @property
+    def name(self) -> str:
+        """A short name such as ``k2v2`` or ``k4c32v2-bf16`` (c: per channel, t: per token; the number: the group)."""
+
+        def one(f: TensorFormat) -> str:
+            if f.axis == "token":
+                return f"{f.bits}" + ("" if f.group is None else f"t{f.group}")
+            return f"{f.bits}c" + ("" if f.group is None else f"{f.group}")
+
+        return f"k{one(self.k)}v{one(self.v)}" + ("" if self.params == "float16" else "-bf16")
+
+    def layout(self, head_dim: int, page_size: int) -> RecordLayout:
+        return RecordLayout(self, head_dim, page_size)
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Byte positions within the record of one (page, KV head); see the module's docstring.
+
+    Raises:
+        FormatError: unsupported head_dim, page_size or group for them.
+    """
+
+    format: KVFormat
+    head_dim: int
+    page_size: int
+
+    def __post_init__(self) -> None:
+        _require(self.head_dim in HEAD_DIMS, f"head_dim must be one of {HEAD_DIMS}, not {self.head_dim!r}")
+        _require(self.page_size in PAGE_SIZES, f"page_size must be one of {PAGE_SIZES}, not {self.page_size!r}")
+        for name, f in (("K", self.format.k), ("V", self.format.v)):
+            g = f.resolved_group(self.head_dim, self.page_size)
+            if f.axis == "token":
+                _require(self.head_dim % g == 0, f"{name}: a group of {g} channels does not divide head_dim")
+            else:
+                fits = self.page_size % g == 0 or g % self.page_size == 0
+                _require(fits, f"{name}: a group of {g} tokens neither divides nor is a multiple of the page size")
+
+    # ---- sizes and section offsets, in bytes
+    @property
+    def k_group(self) -> int:
+        return self.format.k.resolved_group(self.head_dim, self.page_size)
+
+    @property
+    def v_group(self) -> int:
+        return self.format.v.resolved_group(self.head_dim, self.page_size)
+
+    @property
+    def k_row_bytes(self) -> int:
+        return self.format.k.row_bytes(self.head_dim)
+
+    @property
+    def v_row_bytes(self) -> int:
+        return self.format.v.row_bytes(self.head_dim)
+
+    def _pairs(self, f: TensorFormat, group: int) -> int:
+        if f.axis == "token":
+            return self.page_size * (self.head_dim // group)
+        return self.head_dim * max(1, self.page_size // group)
+
+    @cached_property
+    def k_params_offset(self) -> int:
+        return self.page_size * self.k_row_bytes
+
+    @cached_property
+    def v_offset(self) -> int:
+        return self.k_params_offset + PARAM_BYTES * self._pairs(self.format.k, self.k_group)
+
+    @cached_property
+    def v_params_offset(self) -> int:
+        return self.v_offset + self.page_size * self.v_row_bytes
+
+    @cached_property
+    def record_bytes(self) -> int:
+        return self.v_params_offset + PARAM_BYTES * self._pairs(self.format.v, self.v_group)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of one token of one KV head, K and V, codes and parameters."""
+        return self.record_bytes / self.page_size
+
+    # ---- K codes: blocks of 16 tokens, [half-quad plane][vector plane][token quad, thread in quad][words of a vector]
+    @property
+    def k_vector_words(self) -> int:
+        """32-bit words of one vector load of K codes (1, 2 or 4)."""
+        return min(4, 2 * (self.k_row_bytes // 16))
+
+    def k_byte(self, token: int, byte: int) -> int:
+        """Offset in the record of row byte ``byte`` (0 .. k_row_bytes - 1) of K of ``token`` (0 .. page_size - 1)."""
+        words_per_row = self.k_row_bytes // 16  # that one thread (t) reads
+        vw = self.k_vector_words
+        block, tok = divmod(token, 16)
+        quad, half, row = tok // 4, tok % 4 // 2, tok % 2
+        u, t, b = byte // 16, byte % 16 // 4, byte % 4
+        plane, word = divmod(row * words_per_row + u, vw)
+        vector = ((half * (2 * words_per_row // vw) + plane) * 4 + quad) * 4 + t
+        return 16 * self.k_row_bytes * block + 4 * (vector * vw + word) + b
+
+    # ---- V codes: blocks of v_block_tokens tokens, [row byte][token quad][16-token group] words of four tokens
+    @property
+    def v_block_tokens(self) -> int:
+        return min(self.page_size, 64)
+
+    def v_byte(self, token: int, byte: int) -> int:
+        """Offset in the record of row byte ``byte`` (0 .. v_row_bytes - 1) of V of ``token`` (0 .. page_size - 1)."""
+        n = self.v_block_tokens
+        block, tok = divmod(token, n)
+        group, quad, b = tok // 16, tok % 16 // 4, tok % 4
+        return self.v_offset + n * self.v_row_bytes * block + 4 * ((4 * byte + quad) * (n // 16) + group) + b
+
+    # ---- parameters: the offset of the pair (scale: bytes 0-1, bias: bytes 2-3) of one element
+    def _param(self, f: TensorFormat, base: int, group: int, token: int, channel: int) -> int:
+        if f.axis == "token":
+            return base + PARAM_BYTES * (channel // group * self.page_size + token)
+        return base + PARAM_BYTES * (token // group * self.head_dim + channel)
+
+    def k_param(self, token: int, channel: int) -> int:
+        """Offset of the (scale, bias) pair of K[token, channel]."""
+        return self._param(self.format.k, self.k_params_offset, self.k_group, token, channel)
+
+    def v_param(self, token: int, channel: int) -> int:
+        """Offset of the (scale, bias) pair of V[token, channel]."""
+        return self._param(self.format.v, self.v_params_offset, self.v_group, token, channel)

@@ -1,0 +1,37 @@
+"""The kernels' parameters, by name and kind, in the order of their signatures (no DSL import).
+
+Addresses and strides are 64-bit; strides of q and out count elements, of the cache bytes, of the table entries.
+"""
+
+from __future__ import annotations
+
+DECODE: dict[str, str] = {
+    "q": "i64",
+    "q_stride": "i64",
+    "q_head_stride": "i64",
+    "cache": "i64",
+    "page_stride": "i64",
+    "head_stride": "i64",
+    "pages": "i64",
+    "table_stride": "i64",
+    "indptr": "i64",
+    "lengths": "i64",
+    "out": "i64",
+    "out_stride": "i64",
+    "out_head_stride": "i64",
+    "lse": "i64",
+    "partial_out": "i64",
+    "partial_lse": "i64",
+    "splits": "i64",
+    "batch": "i32",
+    "kv_heads": "i32",
+    "group": "i32",
+    "sm_scale_log2": "f32",
+    "lse_unit": "f32",
+}
+
+_COMBINE_NAMES = (
+    "out", "out_stride", "out_head_stride", "lse", "partial_out", "partial_lse", "splits", "kv_heads", "group",
+    "lse_unit",
+)  # fmt: skip
+COMBINE: dict[str, str] = {name: DECODE[name] for name in _COMBINE_NAMES}

@@ -1,0 +1,30 @@
+"""Compiling the Hopper kernels: config -> artifact.  The only door from a launch to the DSL; needs no GPU."""
+
+from __future__ import annotations
+
+from ..common.artifact import Artifact
+from ..common.jit import compile_jit
+from ..common.plan import CombineConfig
+from .config import DecodeConfig
+
+# The kernels' parameters by kind, in order (see arguments.py).
+_KINDS = {"i64": "Int64", "i32": "Int32", "f32": "Float32"}
+
+
+def _scalars(kinds: list[str]) -> list:
+    import cutlass
+
+    return [getattr(cutlass, _KINDS[k])(1) for k in kinds]
+
+
+def build_decode(config: DecodeConfig, arch: str) -> Artifact:
+    from . import arguments, kernel
+
+    return compile_jit(kernel.host, *_scalars(list(arguments.DECODE.values())), config, arch=arch)
+
+
+def build_combine(config: CombineConfig, arch: str) -> Artifact:
+    from ..common import combine
+    from . import arguments
+
+    return compile_jit(combine.host, *_scalars(list(arguments.COMBINE.values())), config, arch=arch)

@@ -1,0 +1,172 @@
+"""The Hopper decode kernel's configuration: edit :class:`TileConfig`, run again, and the kernel is recompiled.
+
+``DecodeConfig`` is all that generates code; its canonical form is the compile key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..common.formats import FormatError, KVFormat, RecordLayout
+
+ARCH = "sm_90a"
+TILE_TOKENS = 128  # tokens of a stage and of a softmax step: 256 fail the numeric contract on an attention sink
+SHARED_BYTES = 227 * 1024  # of one CTA (sm_90)
+REGISTERS = 65536  # of one SM
+STATIC_BYTES = 1024  # left to alignment and barriers
+MAX_HEADS = 16  # query heads per KV head
+Q_DTYPES = ("bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """A tile configuration that does not fit the machine; the message holds the arithmetic."""
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """What may be tuned without changing any result beyond rounding."""
+
+    math_warpgroups: int = 3
+    # Stages of TILE_TOKENS tokens in flight per math warpgroup; None: as many as fit, at most MAX_STAGES.
+    kv_stages: int | None = None
+    # Registers of a thread after setmaxnreg; the pool is what the launch gives. None: all that load warps leave.
+    math_registers: int | None = None
+    load_registers: int = 24
+
+    MAX_STAGES = 6
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """One decode kernel.
+
+    Args:
+        format: the cache's format; K and V per token with one group of head_dim channels.
+        head_dim: 64 or 128.
+        page_size: tokens per page: 16, 32, 64 or 128.
+        heads: query heads per KV head that the kernel has room for: 4, 8, 12 or 16.
+        q_dtype: "bfloat16" or "float16", of the query and the output.
+        tile: the tuning knobs.
+    """
+
+    format: KVFormat
+    head_dim: int
+    page_size: int
+    heads: int
+    q_dtype: str = "bfloat16"
+    tile: TileConfig = field(default_factory=TileConfig)
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in (64, 128):
+            raise FormatError(f"the Hopper kernel takes head_dim 64 and 128, not {self.head_dim}")
+        for name, f in (("K", self.format.k), ("V", self.format.v)):
+            if f.axis != "token" or f.resolved_group(self.head_dim, self.page_size) != self.head_dim:
+                raise FormatError(
+                    f"the Hopper kernel takes {name} quantized per token with one group of head_dim channels, "
+                    f"not axis {f.axis!r} with groups of {f.resolved_group(self.head_dim, self.page_size)}"
+                )
+        if self.heads not in range(4, MAX_HEADS + 1, 4):
+            raise FormatError(f"heads must be 4, 8, 12 or 16 (query heads per KV head, rounded up), not {self.heads}")
+        if self.q_dtype not in Q_DTYPES:
+            raise FormatError(f"q_dtype must be one of {Q_DTYPES}, not {self.q_dtype!r}")
+        self.check()
+
+    # ---- derived sizes
+    @cached_property
+    def layout(self) -> RecordLayout:
+        return self.format.layout(self.head_dim, self.page_size)
+
+    @property
+    def pages_per_tile(self) -> int:
+        return TILE_TOKENS // self.page_size
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.pages_per_tile * self.layout.record_bytes
+
+    @property
+    def columns(self) -> int:
+        """N of both matrix products: two terms of each head."""
+        return 2 * self.heads
+
+    @property
+    def heads_per_thread(self) -> int:
+        return self.heads // 4
+
+    @property
+    def query_bytes(self) -> int:
+        return self.columns * self.head_dim
+
+    @property
+    def prob_bytes(self) -> int:
+        return self.columns * TILE_TOKENS
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Per math warpgroup: maxima, sums and offsets of four warps, two query factors, for every head."""
+        return 4 * self.heads * (3 * 4 + 2)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Shared memory of one math warpgroup besides its stages."""
+        return self.query_bytes + self.prob_bytes + self.reduce_bytes
+
+    @cached_property
+    def stages(self) -> int:
+        t = self.tile
+        if t.kv_stages is not None:
+            return t.kv_stages
+        room = SHARED_BYTES - STATIC_BYTES - t.math_warpgroups * self.workspace_bytes
+        return min(t.MAX_STAGES, room // (t.math_warpgroups * self.stage_bytes))
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.tile.math_warpgroups + 1)
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers of a thread at launch: the SM's, shared by one CTA's threads."""
+        return min(REGISTERS // self.threads // 8 * 8, 248)
+
+    @property
+    def math_registers(self) -> int:
+        t = self.tile
+        if t.math_registers is not None:
+            return t.math_registers
+        pool = self.launch_registers * self.threads // 128
+        return min((pool - t.load_registers) // t.math_warpgroups // 8 * 8, 240)
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` with the arithmetic where the configuration does not fit the SM."""
+        t = self.tile
+        w = t.math_warpgroups
+        if w not in (1, 2, 3):
+            raise ConfigError(f"math_warpgroups must be 1, 2 or 3 (one load warp each), not {w}")
+        shared = w * (self.stages * self.stage_bytes + self.workspace_bytes) + STATIC_BYTES
+        if self.stages < 2 or shared > SHARED_BYTES:
+            raise ConfigError(
+                f"shared memory: {w} warpgroups x ({self.stages} stages x {self.stage_bytes} B + "
+                f"{self.workspace_bytes} B) + {STATIC_BYTES} B = {shared} B; at least 2 stages and at most "
+                f"{SHARED_BYTES} B fit"
+            )
+        for name, r in (("math_registers", self.math_registers), ("load_registers", t.load_registers)):
+            if r % 8 or not 24 <= r <= 240:
+                raise ConfigError(f"{name} must be a multiple of 8 from 24 to 240, not {r}")
+        pool, need = self.launch_registers * self.threads, 128 * (w * self.math_registers + t.load_registers)
+        if need > pool:
+            raise ConfigError(
+                f"registers: 128 x ({w} x {self.math_registers} + {t.load_registers}) = {need}, but the launch gives "
+                f"{self.threads} threads x {self.launch_registers} = {pool}: the kernel would wait for ever"
+            )
+
+    def describe(self) -> str:
+        """The arithmetic of :meth:`check` as text."""
+        w = self.tile.math_warpgroups
+        shared = w * (self.stages * self.stage_bytes + self.workspace_bytes) + STATIC_BYTES
+        return (
+            f"{w} math warpgroups x {self.stages} stages x {self.stage_bytes} B "
+            f"({w * self.stages * self.stage_bytes >> 10} KiB in flight per SM), {shared} of {SHARED_BYTES} B shared, "
+            f"{self.math_registers}/{self.tile.load_registers} registers, "
+            f"{self.layout.record_bytes} B per (page, head), {self.layout.bytes_per_token:g} B per token and KV head"
+        )

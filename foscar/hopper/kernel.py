@@ -1,0 +1,207 @@
+"""Split-KV decode attention over a packed paged cache, for Hopper (sm_90a).
+
+Roles of one CTA (persistent, one per SM), W = math_warpgroups::
+
+    warpgroup 0          load: warp w < W feeds math warpgroup w      (load.py; load_registers)
+    warpgroups 1 .. W    math: one worker each                        (math_registers)
+
+A worker is a pair (load warp, math warpgroup) with its own range of tiles of 128 tokens (schedule.py), its own ring of
+``stages`` slots, its own running (m, l, b, O) and its own named barrier (w + 1): pairs never wait for each other.
+
+Edges::
+
+    load --full[slot]--> math     1 arrival (expect_tx: the bytes of the tile's pages), completed by the bulk copies
+    math --empty[slot]-> load     4 arrivals, one per math warp, after V's words are in registers
+    math: barrier w + 1, 128 threads, twice a tile (maxima; P^T stored), once per item for Q, once for its sums
+
+One tile, in the order of the data::
+
+    load:  pages -> slot
+    math:  wait full | K words -> e4m3 A registers | QK wgmma .. | parameters | wait | fold, maxima | barrier |
+           exp2, P^T -> shared | barrier | V words, release slot | u8 A registers | PV wgmma .. | wait | promote
+
+While one warpgroup waits, the other two issue; that is why W = 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+
+from ..common import device
+from . import load, pv, qk, query, schedule, smem, softmax, store
+from .config import TILE_TOKENS, DecodeConfig
+
+
+@dataclass
+class Args:
+    """The kernel's arguments. Addresses are Int64; strides of q and out in elements, of the cache in bytes."""
+
+    q: Int64  # [batch, kv_heads * group, head_dim] 16-bit
+    q_stride: Int64
+    q_head_stride: Int64
+    cache: Int64  # records
+    page_stride: Int64
+    head_stride: Int64
+    pages: Int64  # int32 page ids
+    table_stride: Int64  # entries from one request's list to the next one's
+    indptr: Int64  # int32 [batch + 1] starts of the lists, or 0: a dense table
+    lengths: Int64  # int32 [batch]
+    out: Int64  # [batch, kv_heads * group, head_dim], like q
+    out_stride: Int64
+    out_head_stride: Int64
+    lse: Int64  # float32 [batch, kv_heads * group], or 0
+    partial_out: Int64  # float32 [2 * workers, group, head_dim]
+    partial_lse: Int64  # float32 [2 * workers, group], base 2
+    splits: Int64  # int32 [batch, kv_heads, 2]
+    batch: Int32
+    kv_heads: Int32
+    group: Int32  # query heads per KV head
+    sm_scale_log2: Float32  # sm_scale * log2(e)
+    lse_unit: Float32  # 1: LSE in base 2; ln 2: natural
+
+
+@dataclass
+class Thread:
+    """This thread's fixed shared addresses and values."""
+
+    warp: Int32  # in its warpgroup
+    lane: Int32
+    barrier: Int32
+    k: Int32
+    k_params: Int32
+    v: Int32
+    v_params: Int32
+    probs: Int32
+    masks: list
+
+
+def _thread(cfg: DecodeConfig, shared, worker, warp, lane) -> Thread:
+    layout = cfg.layout
+    column, k = 2 * (lane % 4), 32 * warp + 4 * (lane // 4)
+    return Thread(
+        warp=warp,
+        lane=lane,
+        barrier=worker + 1,
+        k=shared.ring + qk.thread_offset(cfg, warp, lane),
+        k_params=shared.ring + softmax.params_offset(cfg, warp, lane, layout.k_params_offset),
+        v=shared.ring + pv.thread_offset(cfg, warp, lane),
+        v_params=shared.ring + softmax.params_offset(cfg, warp, lane, layout.v_params_offset),
+        probs=shared.probs + smem.operand_byte(cfg, column, k),
+        masks=pv.code_masks(cfg, warp),
+    )
+
+
+@cute.jit
+def _release(barrier: cute.Pointer) -> None:
+    """The warp has read all it needs of a slot."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def _tile(me: Thread, shared, state, operands: tuple, factor: list, q_sum: list, slot: Int32, phase: Int32,
+          valid: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """One tile of ``valid`` tokens (more than TILE_TOKENS: a full one)."""
+    at = slot * cfg.stage_bytes
+    cute.arch.mbarrier_wait(shared.full + slot, phase)
+    s = qk.scores(me.k + at, operands[0], cfg)
+    params = softmax.load_params(me.k_params + at, me.v_params + at, cfg)
+    warpgroup.wait_group(0)
+    softmax.mask_params(params, 32 * me.warp + 4 * (me.lane // 4), valid)
+    sums = softmax.probabilities(s, params, factor, q_sum, shared, me.probs, me.warp, me.lane, me.barrier, cfg)
+    words = pv.load_words(me.v + at, cfg)
+    d = pv.accumulate(words, me.masks, operands[1], cfg)
+    _release(shared.empty + slot)
+    warpgroup.wait_group(0)
+    softmax.promote(state, sums, d, cfg)
+
+
+@cute.jit
+def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Constexpr) -> None:
+    """Walk the worker's range of tiles, item by item; ``thread`` counts within the warpgroup."""
+    warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+    me = _thread(cfg, shared, worker, warp, lane)
+    operands = (
+        smem.fragments(qk.make_mma(cfg), shared.query_operand, thread),
+        smem.fragments(pv.make_mma(cfg), shared.probs_operand, thread),
+    )
+    state = softmax.new_state(cfg)
+    work = schedule.start(args, worker, cfg.tile.math_warpgroups, lane)
+    lengths = schedule.lengths_of(args)
+    request, head, tile, position, left = work.request, work.head, work.tile, work.position, work.left
+    slot = Int32(0)
+    phase = Int32(0)
+    while left > 0:
+        length = lengths[request]
+        tiles = schedule.tiles_of(length)
+        n = cutlass.min(left, tiles - tile)
+        query.load_query(args, request, head, shared, warp, lane, cfg)
+        softmax.reset(state)
+        cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
+        factor, q_sum = [], []
+        for j in cutlass.range_constexpr(cfg.heads_per_thread):
+            pair = device.load_shared(shared.factors + 8 * (lane % 4 + 4 * j), 2)
+            factor.append(pair[0].bitcast(Float32))
+            q_sum.append(pair[1].bitcast(Float32))
+        for i in cutlass.range(n, unroll=1):
+            valid = length - (tile + i) * TILE_TOKENS
+            _tile(me, shared, state, operands, factor, q_sum, slot, phase, valid, cfg)
+            slot = slot + 1
+            if slot == cfg.stages:
+                slot = Int32(0)
+                phase = phase ^ 1
+        here = work.at(request, head, tile, position, left)
+        store.finish(args, state, here, tiles, n, shared, warp, lane, me.barrier, cfg)
+        left = left - n
+        position = position + n
+        tile = Int32(0)
+        head = head + 1
+        if head == args.kv_heads:
+            head = Int32(0)
+            request = request + 1
+
+
+@cute.kernel
+def decode_kernel(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64, page_stride: Int64, head_stride: Int64,
+                  pages: Int64, table_stride: Int64, indptr: Int64, lengths: Int64, out: Int64, out_stride: Int64,
+                  out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64, splits: Int64,
+                  batch: Int32, kv_heads: Int32, group: Int32, sm_scale_log2: Float32, lse_unit: Float32,
+                  cfg: cutlass.Constexpr):  # fmt: skip
+    """Raw pointers and numbers only (see :class:`Args`), so that any launcher can call it."""
+    args = Args(q, q_stride, q_head_stride, cache, page_stride, head_stride, pages, table_stride, indptr, lengths, out,
+                out_stride, out_head_stride, lse, partial_out, partial_lse, splits, batch, kv_heads, group,
+                sm_scale_log2, lse_unit)  # fmt: skip
+    thread = cute.arch.thread_idx()[0]
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    ledger = smem.allocate(cfg)
+    if thread == 0:
+        smem.init_barriers(ledger, cfg)
+    cute.arch.sync_threads()
+    if warp < 4:
+        cute.arch.setmaxregister_decrease(cfg.tile.load_registers)
+        if warp < cfg.tile.math_warpgroups:
+            load.load_warp(args, ledger.of(cfg, warp), warp, thread % 32, cfg)
+    else:
+        cute.arch.setmaxregister_increase(cfg.math_registers)
+        worker = warp // 4 - 1
+        math_warpgroup(args, ledger.of(cfg, worker), worker, thread % 128, cfg)
+
+
+@cute.jit
+def host(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64, page_stride: Int64, head_stride: Int64,
+         pages: Int64, table_stride: Int64, indptr: Int64, lengths: Int64, out: Int64, out_stride: Int64,
+         out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64, splits: Int64,
+         batch: Int32, kv_heads: Int32, group: Int32, sm_scale_log2: Float32, lse_unit: Float32,
+         cfg: cutlass.Constexpr, stream):  # fmt: skip
+    """Only to compile: the kernel is launched from its cubin."""
+    decode_kernel(q, q_stride, q_head_stride, cache, page_stride, head_stride, pages, table_stride, indptr, lengths,
+                  out, out_stride, out_head_stride, lse, partial_out, partial_lse, splits, batch, kv_heads, group,
+                  sm_scale_log2, lse_unit, cfg).launch(
+        grid=[1, 1, 1], block=[cfg.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+    )  # fmt: skip

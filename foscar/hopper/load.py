@@ -1,0 +1,88 @@
+"""The load warp: brings the pages of one math warpgroup's tiles into its ring, one bulk copy per page."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.experimental.primitives.nvvm_wrapper as primitives
+from cutlass import Int32, Int64, Uint32
+
+from ..common import device
+from . import schedule
+from .config import TILE_TOKENS
+
+
+@cute.jit
+def _page_ids(args, row: Int64, index: Int32, end: Int32) -> Int32:
+    """Entry ``index`` of a request's page list, 0 past its end (entries there are never read)."""
+    page = Int32(0)
+    if index < end:
+        ids = cute.make_tensor(device.global_pointer(Int32, args.pages + 4 * row, 4), cute.make_layout(1 << 30))
+        page = ids[index]
+    return page
+
+
+@cute.jit
+def _first_page(args, request: Int32) -> Int64:
+    """Where a request's page list begins: a row of a dense table, or ``indptr`` of a compressed one."""
+    row = Int64(request) * args.table_stride
+    if args.indptr != Int64(0):
+        starts = cute.make_tensor(device.global_pointer(Int32, args.indptr, 4), cute.make_layout(1 << 30))
+        row = Int64(starts[request])
+    return row
+
+
+@cute.jit
+def _load_tile(args, shared, page_ids: Int32, first: Int32, pages: Int32, base: Int64, slot: Int32, phase: Int32,
+               cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """Wait for the slot, then copy the ``pages`` pages whose ids lanes ``first``.. hold."""
+    record = cfg.layout.record_bytes
+    cute.arch.mbarrier_wait(shared.empty + slot, phase)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(shared.full + slot, pages * record)
+    target = shared.ring + slot * cfg.stage_bytes
+    for i in cutlass.range_constexpr(cfg.pages_per_tile):
+        page = cute.arch.shuffle_sync(page_ids, first + i)
+        if i < pages:
+            with cute.arch.elect_one():
+                source = device.global_pointer(Uint32, base + Int64(page) * args.page_stride, 16)
+                room = cute.make_ptr(Uint32, target + i * record, cute.AddressSpace.smem, assumed_align=16)
+                primitives.cp_async_bulk_shared_cluster_global(room, source, shared.full + slot, record)
+
+
+@cute.jit
+def load_warp(args, shared, local: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
+    """Walk the worker's range; page ids are fetched 32 at a time, one chunk ahead."""
+    per_tile = cfg.pages_per_tile
+    chunk = 32 // per_tile  # tiles whose page ids one register of the warp holds
+    work = schedule.start(args, local, cfg.tile.math_warpgroups, lane)
+    lengths = schedule.lengths_of(args)
+    request, head, tile, left = work.request, work.head, work.tile, work.left
+    slot = Int32(0)
+    phase = Int32(1)
+    while left > 0:
+        length = lengths[request]
+        n = cutlass.min(left, schedule.tiles_of(length) - tile)
+        row = _first_page(args, request)
+        pages = (length + (cfg.page_size - 1)) // cfg.page_size
+        base = args.cache + Int64(head) * args.head_stride
+        ahead = _page_ids(args, row, tile * per_tile + lane, pages)
+        for done in cutlass.range(0, n, chunk, unroll=1):
+            ids = ahead
+            ahead = _page_ids(args, row, (tile + done + chunk) * per_tile + lane, pages)
+            for q in cutlass.range(cutlass.min(n - done, chunk), unroll=1):
+                here = cutlass.max(cutlass.min(pages - (tile + done + q) * per_tile, per_tile), 0)
+                _load_tile(args, shared, ids, q * per_tile, here, base, slot, phase, cfg)
+                slot = slot + 1
+                if slot == cfg.stages:
+                    slot = Int32(0)
+                    phase = phase ^ 1
+        left = left - n
+        tile = Int32(0)
+        head = head + 1
+        if head == args.kv_heads:
+            head = Int32(0)
+            request = request + 1
+
+
+assert TILE_TOKENS // 16 <= 32  # one register of the warp holds a tile's page ids

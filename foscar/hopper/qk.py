@@ -1,0 +1,90 @@
+"""S^T = K Q^T of one tile: K's codes are masked into wgmma's A registers, Q^T lies in shared memory.
+
+Warp ``w``, lane ``(g, t) = (lane // 4, lane % 4)`` holds tokens ``32 w + 4 g + 2 i + rh`` for the 64-row products
+``i`` = 0, 1 and the row halves ``rh`` = 0, 1: the four tokens of one quad.  S^T comes back in the same threads, so a
+thread's four scores of a head are neighbours in P^T too.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from ..common import device
+from .config import TILE_TOKENS, DecodeConfig
+
+HALVES = TILE_TOKENS // 64  # products of 64 tokens
+
+
+def make_mma(cfg: DecodeConfig) -> cute.TiledMma:
+    op = warpgroup.MmaF8Op(
+        Float8E4M3FN,
+        Float8E4M3FN,
+        Float32,
+        (64, cfg.columns, 32),
+        warpgroup.OperandSource.RMEM,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+    )
+    return cute.make_tiled_mma(op)
+
+
+def block_offset(cfg: DecodeConfig, block):
+    """Where 16-token block ``block`` (a run-time value) of a tile begins: its page's record, its token in the page."""
+    per_page = cfg.page_size // 16
+    return (block // per_page) * cfg.layout.record_bytes, (block % per_page) * 16
+
+
+def thread_offset(cfg: DecodeConfig, warp, lane):
+    """Byte offset in the stage of this thread's first vector of K codes."""
+    record, token = block_offset(cfg, 2 * warp + lane // 16)
+    return record + token * cfg.layout.k_row_bytes + (lane % 16) * (4 * cfg.layout.k_vector_words)
+
+
+def unpack(word: Uint32, bits: int) -> list[Uint32]:
+    """A word of packed codes as e4m3 operand registers, one per bit position.
+
+    An e4m3 byte 0..15 is the integer times 2^-9.  At 2 bits positions 1 and 3 come out times 4.
+    """
+    if bits == 2:
+        high = word >> 4
+        return [x & Uint32(m) for x in (word, high) for m in (0x03030303, 0x0C0C0C0C)]
+    return [word & Uint32(0x0F0F0F0F), (word >> 4) & Uint32(0x0F0F0F0F)]
+
+
+@cute.jit
+def scores(stage: Int32, operand: cute.Tensor, cfg: cutlass.Constexpr) -> list[cute.Tensor]:
+    """Issue the products of one tile, one wgmma group per 64 tokens, without waiting.
+
+    Args:
+        stage: shared address of this thread's first vector of K.
+        operand: Q^T as B fragments.
+
+    Returns:
+        HALVES accumulators; element ``4 j + 2 rh + term`` is token half ``rh``, head ``t + 4 j``.
+    """
+    mma = make_mma(cfg)  # local: its accumulate flag changes below
+    bits = cfg.format.k.bits
+    words_per_row = cfg.layout.k_row_bytes // 16
+    vector = cfg.layout.k_vector_words
+    planes = 2 * words_per_row // vector
+    result = []
+    for i in cutlass.range_constexpr(HALVES):
+        a = mma.make_fragment_A(mma.partition_shape_A((64, cfg.head_dim)))
+        registers = cute.recast_tensor(a, Uint32)
+        loaded = [device.load_shared(stage + (i * planes + v) * (64 * vector), vector) for v in range(planes)]
+        for j in cutlass.range_constexpr(2 * words_per_row):
+            row, u = j // words_per_row, j % words_per_row
+            for p, code in enumerate(unpack(loaded[j // vector][j % vector], bits)):
+                step, half = divmod(p * words_per_row + u, 2)
+                registers[4 * step + 2 * half + row] = code
+        s = cute.make_rmem_tensor(mma.partition_shape_C((64, cfg.columns)), Float32)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cfg.head_dim // 32):
+            mma.set(warpgroup.Field.ACCUMULATE, k != 0)
+            cute.gemm(mma, s, a[None, None, k], operand[None, None, k], s)
+        warpgroup.commit_group()
+        result.append(s)
+    return result

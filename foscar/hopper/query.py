@@ -1,0 +1,96 @@
+"""Q of one item: rounded to two e4m3 terms per element and stored as the B operand of Q K^T.
+
+With a power of two ``r`` per head (the largest element lands in [128, 256)) and the codes' position factor ``f``
+(``unpack`` leaves a code multiplied by 1 or 4), ``Q r / f ~ hi + lo``: ``hi`` the e4m3 nearest, ``lo`` the e4m3
+nearest to the remainder.  A bfloat16 query is thereby held exactly but for elements 2^16 times smaller than the
+largest.  What the softmax needs is left in shared memory, two float32 per head, in the units of the raw product
+``s = sum (hi + lo) f code 2^-9`` (e4m3 codes 1, 2, 3, .. are subnormals, multiples of 2^-9):
+
+- ``factor`` turns a folded ``s`` into a logit in base 2: ``sm_scale log2(e) 2^9 / r``;
+- ``q_sum``, the sum of the rounded Q in the units of ``s``, is what a bias of K multiplies (fold.k_token_score).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint16, Uint32
+
+from ..common import device
+from . import smem
+
+CODE_UNIT = 2.0**-9  # value of e4m3 code 1
+TOP_EXPONENT = 7  # of the largest scaled element
+
+
+@cute.jit
+def _read(args, request: Int32, head: Int32, index: Int32, lane: Int32, cfg: cutlass.Constexpr) -> cute.Tensor:
+    """The lane's channels of query head ``index`` of the group, as packed 16-bit pairs; zeros for a padded head."""
+    words = cfg.head_dim // 64
+    pairs = cute.make_rmem_tensor((words,), Uint32)
+    pairs.fill(0)
+    if index < args.group:
+        address = args.q + 2 * (
+            Int64(request) * args.q_stride + Int64(head * args.group + index) * args.q_head_stride
+        )
+        source = device.global_pointer(Uint32, address + Int64(4 * words * lane), 4 * words)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(words)), pairs)
+    return pairs
+
+
+def _power_of_two(top) -> tuple[Float32, Float32]:
+    """``r = 2^(TOP_EXPONENT - floor(log2 top))`` and ``1 / r``, by the exponent bits, kept in a safe range."""
+    exponent = cutlass.min(cutlass.max(Int32(top.bitcast(Uint32) >> 23), Int32(27)), Int32(227))
+    up = (Uint32(2 * 127 + TOP_EXPONENT) - Uint32(exponent)) << 23
+    down = (Uint32(exponent) - Uint32(TOP_EXPONENT)) << 23
+    return up.bitcast(Float32), down.bitcast(Float32)
+
+
+@cute.jit
+def _terms(pairs: cute.Tensor, index: Int32, lane: Int32, args, shared, cfg: cutlass.Constexpr) -> None:
+    """Round one head by one warp and store both terms and the two numbers."""
+    per_lane = cfg.head_dim // 32
+    lanes = (1, 2, 4, 8, 16)
+    x = [v for i in range(per_lane // 2) for v in device.unpack_halves(pairs[i], cfg.q_dtype)]
+    magnitude = [cutlass.max(v, -v) for v in x]
+    top = device.butterfly(cute.arch.fmax, device.tree(cute.arch.fmax, magnitude), lanes)
+    up, down = _power_of_two(top)
+    # K's position p = channel // row_bytes is unpacked times 4^(p % 2) where a byte holds four codes.
+    odd = Int32(0)
+    if cutlass.const_expr(cfg.format.k.bits == 2):
+        odd = (lane >> 3) & 1
+    weight = cutlass.select_(odd == 1, Float32(4.0), Float32(1.0))
+    scaled = up * cutlass.select_(odd == 1, Float32(0.25), Float32(1.0))
+    total = Float32(0.0)
+    high, low = [], []
+    for i in cutlass.range_constexpr(0, per_lane, 4):
+        group = [v * scaled for v in x[i : i + 4]]
+        group = group + [Float32(0.0)] * (4 - len(group))
+        hi = device.e4m3x4(group)
+        hi_values = device.from_e4m3x4(hi)
+        lo = device.e4m3x4([a - b for a, b in zip(group, hi_values, strict=True)])
+        total = total + device.tree(device.add, hi_values) + device.tree(device.add, device.from_e4m3x4(lo))
+        high.append(hi)
+        low.append(lo)
+    q_sum = device.butterfly(device.add, total * weight, lanes) * Float32(CODE_UNIT)
+    k = lane * per_lane
+    for term, words in enumerate((high, low)):
+        address = shared.query + smem.operand_byte(cfg, 2 * index + term, k)
+        if cutlass.const_expr(per_lane == 2):
+            half = cute.make_ptr(Uint16, address, cute.AddressSpace.smem, assumed_align=2)
+            cute.make_tensor(half, cute.make_layout(1))[0] = Uint16(words[0])
+        else:
+            device.store_shared(address, words)
+    if lane == 0:
+        # A query with an infinity or a NaN must not become finite: the two differences are then NaN.
+        factor = args.sm_scale_log2 * down * Float32(1.0 / CODE_UNIT) + (top - top)
+        device.store_shared(shared.factors + 8 * index, [factor.bitcast(Uint32), q_sum.bitcast(Uint32)])
+
+
+@cute.jit
+def load_query(args, request: Int32, head: Int32, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
+    """By one math warpgroup: warp ``w`` (0..3) takes heads w, w + 4, ...; ends before the warpgroup's barrier."""
+    rows = [_read(args, request, head, warp + 4 * j, lane, cfg) for j in range(cfg.heads_per_thread)]
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+        _terms(rows[j], warp + 4 * j, lane, args, shared, cfg)
+    cute.arch.fence_proxy("async.shared", space="cta")

@@ -1,0 +1,211 @@
+"""The softmax of one tile, folded parameters included, and the running state over tiles.
+
+Domains, in order (fold.py's rows 1 and 3):
+
+1. ``s``: raw product, the two terms of Q added;
+2. ``z = k_scale s + k_bias q_sum``: the folded score, in the units of ``s``;
+3. ``x = factor z``: the logit in base 2; never formed alone;
+4. ``w = x + log2(v_scale)``: its maximum M over the tile's 128 tokens is exact, so ``p' = 2^(w - M) <= 1``;
+5. ``p'`` rounded to 16 bits, in two u8 terms, is the operand of P V: V's scale is in it already;
+6. ``p' / v_scale`` is the softmax numerator in units of 2^M; it and its product with V's bias are summed in float32.
+
+Quantizing p' to the tile's own maximum keeps 16 bits also for light tiles after a heavy one.  The state (m, l, b, O)
+is in units of 2^m: l the denominator, b the sum of P times V's bias, O in integer units of ``PROB_TOP``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from ..common import device, fold
+from . import qk
+from .config import TILE_TOKENS, DecodeConfig
+from .pv import PROB_TOP
+
+MAGIC = 8388608.0  # 2^23: adding it leaves a float's integer part in the low mantissa bits
+SMALLEST_SCALE = 2.0**-64  # stands in for a V scale of 0, so that its logarithm and reciprocal are finite
+LOWEST = -1e30  # the running maximum before the first token
+TOKENS = 4  # of one thread in a tile
+
+
+@dataclass
+class TokenParams:
+    """Per token of the thread, float32 in registers (rmem tensors of TOKENS elements)."""
+
+    k_scale: cute.Tensor
+    k_bias: cute.Tensor
+    v_log: cute.Tensor  # log2 of V's scale
+    v_reciprocal: cute.Tensor
+    v_ratio: cute.Tensor  # V's bias / scale
+
+
+@dataclass
+class State:
+    """The running state of a warpgroup's thread: ``[head]`` and O ``[row block][head]``, float32 in registers."""
+
+    m: cute.Tensor
+    l: cute.Tensor  # noqa: E741 - the field's name for the denominator
+    b: cute.Tensor
+    o: cute.Tensor
+
+
+def new_state(cfg: DecodeConfig) -> State:
+    nh = cfg.heads_per_thread
+    return State(*(cute.make_rmem_tensor((n,), Float32) for n in (nh, nh, nh, nh * cfg.head_dim // 32)))
+
+
+def reset(state: State) -> None:
+    state.m.fill(LOWEST)
+    state.l.fill(0.0)
+    state.b.fill(0.0)
+    state.o.fill(0.0)
+
+
+def params_offset(cfg: DecodeConfig, warp, lane, section: int):
+    """Byte offset in the stage of the thread's four parameter pairs; ``section`` is their offset in the record."""
+    record, token = qk.block_offset(cfg, 2 * warp + lane // 16)
+    return record + section + 4 * (token + 4 * (lane % 16 // 4))
+
+
+@cute.jit
+def load_params(k_address: Int32, v_address: Int32, cfg: cutlass.Constexpr) -> TokenParams:
+    k_pairs = device.load_shared(k_address, TOKENS)
+    v_pairs = device.load_shared(v_address, TOKENS)
+    r = TokenParams(*(cute.make_rmem_tensor((TOKENS,), Float32) for _ in range(5)))
+    for i in cutlass.range_constexpr(TOKENS):
+        r.k_scale[i], r.k_bias[i] = device.unpack_halves(k_pairs[i], cfg.format.params)
+        scale, bias = device.unpack_halves(v_pairs[i], cfg.format.params)
+        scale = device.max_nan(scale, Float32(SMALLEST_SCALE))
+        r.v_log[i] = device.log2(scale)
+        r.v_reciprocal[i] = device.reciprocal(scale)
+        r.v_ratio[i] = bias * r.v_reciprocal[i]
+    return r
+
+
+def mask_params(params: TokenParams, first, valid) -> None:
+    """Replace the parameters of tokens from ``valid`` on (whatever bytes lie there) so that they weigh nothing."""
+    _mask(params.k_scale, 0.0, first, valid)
+    _mask(params.k_bias, 0.0, first, valid)
+    _mask(params.v_log, float("-inf"), first, valid)
+    _mask(params.v_reciprocal, 0.0, first, valid)
+    _mask(params.v_ratio, 0.0, first, valid)
+
+
+@cute.jit
+def _mask(values: cute.Tensor, neutral: cutlass.Constexpr, first: Int32, valid: Int32) -> None:
+    if valid < TILE_TOKENS:  # uniform: full tiles pay one branch
+        for i in cutlass.range_constexpr(TOKENS):
+            values[i] = cutlass.select_(first + i < valid, values[i], Float32(neutral))
+
+
+def _quad_max(values: list, lane) -> list:
+    """Maxima over the eight lanes of equal ``lane % 4``, for each value (head).
+
+    While the number of values is even, lanes that differ in one bit share them out: half the shuffles.
+    Returns (head offset of this lane as a run-time value or 0, the values it ended with, the bits it still shares).
+    """
+    base = Int32(0)
+    shared_bits = 0
+    for offset in (16, 8, 4):
+        n = len(values)
+        if n % 2 == 0:
+            up = (lane & offset) != 0
+            low, high = values[: n // 2], values[n // 2 :]
+            mine = [cutlass.select_(up, b, a) for a, b in zip(low, high, strict=True)]
+            other = [cutlass.select_(up, a, b) for a, b in zip(low, high, strict=True)]
+            values = [
+                cute.arch.fmax(a, cute.arch.shuffle_sync_bfly(b, offset=offset))
+                for a, b in zip(mine, other, strict=True)
+            ]
+            base = base + cutlass.select_(up, Int32(n // 2), Int32(0))
+        else:
+            values = [device.butterfly(cute.arch.fmax, v, (offset,)) for v in values]
+            shared_bits |= offset
+    return base, values, shared_bits
+
+
+@cute.jit
+def _tile_max(w: list, shared, warp: Int32, lane: Int32, barrier: Int32, cfg: cutlass.Constexpr) -> list:
+    """The tile's maximum of every head of the thread: over lanes by shuffles, over warps through shared memory."""
+    base, values, shared_bits = _quad_max([device.tree(cute.arch.fmax, x) for x in w], lane)
+    if (lane & shared_bits) == 0:
+        for i in cutlass.range_constexpr(len(values)):
+            head = lane % 4 + 4 * (base + i)
+            device.store_shared(shared.maxima + 16 * head + 4 * warp, [values[i].bitcast(Uint32)])
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+    result = []
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+        four = device.load_shared(shared.maxima + 16 * (lane % 4 + 4 * j), 4)
+        result.append(device.tree(cute.arch.fmax, [four[i].bitcast(Float32) for i in range(4)]))
+    return result
+
+
+@cute.jit
+def probabilities(s: list, params: TokenParams, factor: list, q_sum: list, shared, room: Int32, warp: Int32,
+                  lane: Int32, barrier: Int32, cfg: cutlass.Constexpr):  # fmt: skip
+    """Scores to P^T in shared memory, visible to wgmma after the closing barrier.
+
+    Args:
+        s: accumulators of :func:`qk.scores`.
+        factor, q_sum: per head of the thread.
+        room: shared address of the thread's first word of P^T.
+
+    Returns:
+        Per head: (tile maximum, sum of the numerators, sum of the numerators times V's bias), this thread's tokens.
+    """
+    nh = cfg.heads_per_thread
+    w = []
+    for j in cutlass.range_constexpr(nh):
+        row = []
+        for i in cutlass.range_constexpr(TOKENS):
+            e = 4 * j + 2 * (i % 2)
+            raw = s[i // 2][e] + s[i // 2][e + 1]
+            z = fold.k_token_score(raw, q_sum[j], params.k_scale[i], params.k_bias[i], fma=device.fma)
+            row.append(device.fma(z, factor[j], params.v_log[i]))
+        w.append(row)
+    top = _tile_max(w, shared, warp, lane, barrier, cfg)
+    sums = []
+    stores = []
+    for j in cutlass.range_constexpr(nh):
+        # A tile with no token at all has the maximum -inf; any finite number serves instead.
+        shift = cute.arch.fmax(top[j], Float32(LOWEST))
+        total, offset = Float32(0.0), Float32(0.0)
+        bits = []
+        for i in cutlass.range_constexpr(TOKENS):
+            p = device.exp2(w[j][i] - shift)
+            total = device.fma(p, params.v_reciprocal[i], total)
+            offset = fold.v_token_offset(offset, p, params.v_ratio[i], fma=device.fma)
+            bits.append(device.fma(p, Float32(PROB_TOP), Float32(MAGIC)).bitcast(Uint32))
+        first, second = device.byte_permute(bits[0], bits[1], 0x5410), device.byte_permute(bits[2], bits[3], 0x5410)
+        high = device.byte_permute(first, second, 0x7531)
+        low = device.byte_permute(first, second, 0x6420)
+        stores.append((room + 128 * j, high, low))
+        sums.append((top[j], total, offset))
+    for address, high, low in stores:
+        device.store_shared(address, [high])
+        device.store_shared(address + 16, [low])
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+    return sums
+
+
+@cute.jit
+def promote(state: State, sums: list, d: cute.Tensor, cfg: cutlass.Constexpr) -> None:
+    """Add a tile to the running state: the int32 product becomes float32 with the weight 2^(tile max - new max)."""
+    nh = cfg.heads_per_thread
+    for j in cutlass.range_constexpr(nh):
+        top, total, offset = sums[j]
+        m = cute.arch.fmax(state.m[j], top)
+        old, new = device.exp2(state.m[j] - m), device.exp2(top - m)
+        state.m[j] = m
+        state.l[j] = device.fma(state.l[j], old, total * new)
+        state.b[j] = device.fma(state.b[j], old, offset * new)
+        for r in cutlass.range_constexpr(cfg.head_dim // 32):
+            e = (r // 2) * 4 * nh + 4 * j + 2 * (r % 2)
+            exact = d[e] * 256 + d[e + 1]
+            o = r * nh + j
+            state.o[o] = device.fma(Float32(exact), new, state.o[o] * old)

@@ -1,0 +1,131 @@
+"""What the matrix units share: shared-memory descriptors, operand decoding and the arithmetic.
+
+Layouts are the canonical ones of the PTX ISA (9.7.15.5.1 wgmma, 9.7.17.5 tcgen05, "Shared Memory Matrix Layout" and
+"Strides"): core matrices of 8 rows of 16 bytes, without swizzle, or rows of 32, 64 or 128 bytes whose 16-byte chunks are
+XORed with address bits 7 and up.
+
+Arithmetic as measured on Hopper: the exact products and the accumulator are aligned to the largest of them, cut off
+(towards zero) below a window of 14 bits for 8-bit floats and 25 bits for f16 and bf16, and added; integers are exact.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import lowfloat as lf
+from .errors import PtxError
+
+SWIZZLE_BITS = {128: 3, 64: 2, 32: 1, 0: 0}
+ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "u8": 1, "s8": 1, "e2m1": 1, "e2m3": 1, "e3m2": 1}
+WINDOW = {"e4m3": 14, "e5m2": 14, "e2m1": 14, "e2m3": 14, "e3m2": 14, "f16": 25, "bf16": 25, "tf32": 25}
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A decoded 64-bit matrix descriptor: byte address and offsets, swizzle width in bytes."""
+
+    start: int
+    leading: int
+    stride: int
+    swizzle: int
+
+
+def wgmma_descriptor(value: int) -> Descriptor:
+    """9.7.15.5.1.2.2 Matrix Descriptor Format."""
+    if value >> 49 & 7:
+        raise PtxError(f"matrix descriptor {value:#018x}: a base offset is not modelled")
+    if value >> 52 & 0x3FF or value >> 46 & 7 or value >> 30 & 3 or value >> 14 & 3:
+        raise PtxError(f"matrix descriptor {value:#018x}: reserved bits are set")
+    swizzle = {0: 0, 1: 128, 2: 64, 3: 32}[value >> 62]
+    return Descriptor((value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4, swizzle)
+
+
+@functools.lru_cache(maxsize=4096)
+def element_addresses(d: Descriptor, k_major: bool, rows: int, k: int, size: int) -> np.ndarray:
+    """Byte address of every element, [rows, k]; `rows` runs over M or N."""
+    r, c = np.arange(rows)[:, None], np.arange(k)[None, :]
+    chunk = 16 // size
+    if k_major:
+        if d.swizzle == 0:
+            offset = r % 8 * 16 + r // 8 * d.stride + c % chunk * size + c // chunk * d.leading
+        else:
+            offset = r % 8 * d.swizzle + r // 8 * d.stride + c * size
+    elif d.swizzle == 0:
+        offset = r % chunk * size + r // chunk * d.stride + c % 8 * 16 + c // 8 * d.leading
+    else:
+        wide = d.swizzle // size
+        offset = r % wide * size + r // wide * d.leading + c % 8 * d.swizzle + c // 8 * d.stride
+    address = d.start + offset
+    bits = SWIZZLE_BITS[d.swizzle]
+    if bits:
+        address = address ^ ((address >> 7 & ((1 << bits) - 1)) << 4)
+    address.flags.writeable = False
+    return address
+
+
+@functools.lru_cache(maxsize=4096)
+def touched_granules(d: Descriptor, k_major: bool, rows: int, k: int, size: int, shift: int) -> np.ndarray:
+    """The distinct shared-memory granules an operand occupies, for the race detector."""
+    first = element_addresses(d, k_major, rows, k, size).ravel()
+    every = (first[:, None] + np.arange(size)).ravel()
+    return np.unique(every >> shift)
+
+
+def values(raw: np.ndarray, kind: str) -> np.ndarray:
+    """Operand bit patterns -> exact numbers: float64, or int64 for the integer types."""
+    if kind == "f16":
+        return raw.view(np.float16).astype(np.float64)
+    if kind == "bf16":
+        return lf.bf16_to_f32(raw).astype(np.float64)
+    if kind == "tf32":
+        return (raw & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+    if kind in lf.DECODE:
+        return lf.DECODE[kind][raw & (len(lf.DECODE[kind]) - 1)]
+    if kind == "u8":
+        return raw.astype(np.int64)
+    if kind == "s8":
+        return raw.view(np.int8).astype(np.int64)
+    raise PtxError(f"matrix element type {kind}")
+
+
+def gather(shared, d: Descriptor, k_major: bool, rows: int, k: int, kind: str) -> np.ndarray:
+    """An operand matrix [rows, k] from shared memory."""
+    size = ELEMENT_BYTES[kind]
+    address = element_addresses(d, k_major, rows, k, size)
+    shared.check(address, size)
+    return values(shared.views[size][address >> (size - 1 if size < 4 else 2)], kind)
+
+
+def multiply_integer(a, b, c, saturate: bool) -> np.ndarray:
+    """a [M, K] times b [N, K] transposed plus c, exact; wraps or saturates to int32."""
+    total = a @ b.T + (0 if c is None else c.astype(np.int64))
+    if saturate:
+        return np.clip(total, -2**31, 2**31 - 1).astype(np.int32)
+    return total.astype(np.uint64).astype(np.uint32).view(np.int32)
+
+
+def multiply_float(a, b, c, window: int) -> np.ndarray:
+    """a [M, K] times b [N, K] transposed plus c (float64 values), as the tensor cores add: float32 result."""
+    products = a[:, None, :] * b[None, :, :]
+    if not np.isfinite(products).all() or (c is not None and not np.isfinite(c).all()):
+        total = products.sum(-1) + (0 if c is None else c)
+        return total.astype(np.float32)
+    largest = np.maximum(products.max(-1), -products.min(-1))
+    if c is not None:
+        largest = np.maximum(largest, np.abs(c))
+    exponent = np.frexp(largest)[1]                 # largest < 2^exponent
+    up = np.ldexp(1.0, window - exponent)
+    products *= up[..., None]
+    total = np.trunc(products, out=products).sum(-1)
+    if c is not None:
+        total += np.trunc(c * up)
+    return _to_f32_truncated(total * np.ldexp(1.0, exponent - window))
+
+
+def _to_f32_truncated(x: np.ndarray) -> np.ndarray:
+    y = x.astype(np.float32)
+    too_far = np.abs(y.astype(np.float64)) > np.abs(x)
+    return np.where(too_far, np.nextafter(y, np.float32(0)), y)

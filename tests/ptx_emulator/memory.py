@@ -1,0 +1,138 @@
+"""Global and shared memory with bounds checks (PTX ISA 5.1 State Spaces).
+
+Global memory is a set of registered arrays, each at its own range of invented addresses, so an access that leaves its
+array is an error even when it would hit another one. Shared memory starts poisoned with 0xFF (NaN in every format).
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+
+from .decode import SHARED_BASE
+from .errors import MemoryFault
+
+VIEWS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+POISON = 0xFF
+_FIRST_ADDRESS = 0x7000_0000_0000
+_GAP = 1 << 24
+
+
+class Allocation:
+    """One registered array: its bytes at `base`, and typed views of them."""
+
+    def __init__(self, base: int, data: np.ndarray, name: str, owner):
+        self.base, self.size, self.name, self.owner = base, data.size, name, owner
+        self.bytes = data
+        self.views = {n: data[:data.size // n * n].view(t) for n, t in VIEWS.items()}
+        self.rows = {n: data[:data.size // n * n].reshape(-1, n) for n in (8, 16, 32)}
+
+
+@dataclass(frozen=True)
+class Ptr:
+    """A kernel argument that points `offset` bytes into an array."""
+
+    array: object
+    offset: int = 0
+
+
+def as_bytes(array) -> np.ndarray:
+    """The memory of a numpy array or a CPU torch tensor as a flat uint8 view (never a copy)."""
+    if hasattr(array, "detach"):
+        import torch
+
+        if array.device.type != "cpu":
+            raise TypeError("only CPU tensors can be passed to the emulator")
+        if not array.is_contiguous():
+            raise TypeError("tensors must be contiguous")
+        return array.detach().view(-1).view(torch.uint8).numpy()
+    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+        raise TypeError("a contiguous numpy array is needed")
+    return array.reshape(-1).view(np.uint8)
+
+
+class Memory:
+    """Global memory. The same Memory can serve several launches, one after another."""
+
+    def __init__(self):
+        self._starts: list[int] = []
+        self._allocations: list[Allocation] = []
+        self._by_data: dict[tuple[int, int], Allocation] = {}
+        self._next = _FIRST_ADDRESS
+
+    def register(self, array, name: str = "") -> Allocation:
+        data = as_bytes(array)
+        key = (data.ctypes.data, data.size)
+        if key not in self._by_data:
+            a = Allocation(self._next, data, name or f"array{len(self._allocations)}", array)
+            self._next += -(-(data.size + _GAP) // _GAP) * _GAP
+            self._starts.append(a.base)
+            self._allocations.append(a)
+            self._by_data[key] = a
+        elif name:
+            self._by_data[key].name = name
+        return self._by_data[key]
+
+    def address(self, array, offset: int = 0) -> int:
+        """The invented device address of a byte in a registered array (for tables of pointers)."""
+        return self.register(array).base + offset
+
+    def find(self, address: int, size: int = 1) -> Allocation:
+        i = bisect.bisect_right(self._starts, address) - 1
+        if i < 0:
+            raise MemoryFault(f"global address {address:#x} belongs to no array (a null or uninitialised pointer?)")
+        a = self._allocations[i]
+        if not a.base <= address <= a.base + a.size - size:
+            raise MemoryFault(f"global access of {size} bytes at {a.name} + {address - a.base} is outside its {a.size} "
+                              "bytes")
+        return a
+
+    def slice(self, address: int, size: int) -> np.ndarray:
+        """A contiguous byte view, checked."""
+        a = self.find(address, max(size, 1))
+        return a.bytes[address - a.base:address - a.base + size]
+
+    def offsets(self, addresses: np.ndarray, size: int, cache: list) -> tuple[Allocation, np.ndarray]:
+        """All addresses (uint64, not empty) must fall into one array: (array, byte offsets). `cache` is a one-item list
+        per instruction."""
+        a = cache[0]
+        if a is None or a is not self._lookup(a, int(addresses[0])):
+            a = cache[0] = self.find(int(addresses[0]), size)
+        off = addresses - np.uint64(a.base)
+        last = int(off.max())
+        if last > a.size - size:
+            bad = int(np.argmax(off > a.size - size))
+            self.find(int(addresses[bad]), size)
+            return None, off        # several arrays in one access
+        if size > 1 and (off & np.uint64(size - 1)).any():
+            raise MemoryFault(f"misaligned {size}-byte access at {a.name} + {int(off[(off % np.uint64(size)) != 0][0])}")
+        return a, off
+
+    @staticmethod
+    def _lookup(a: Allocation, address: int):
+        return a if a.base <= address < a.base + a.size else None
+
+
+class SharedMemory:
+    """A CTA's shared memory, addressed from 0; the first kilobyte belongs to the system."""
+
+    def __init__(self, end: int, poison: int = POISON):
+        self.end = end
+        self.bytes = np.full(-(-end // 128) * 128, poison, np.uint8)
+        self.views = {n: self.bytes.view(t) for n, t in VIEWS.items()}
+        self.rows = {n: self.bytes.reshape(-1, n) for n in (8, 16, 32)}
+
+    def check(self, addresses: np.ndarray, size: int) -> None:
+        low, high = int(addresses.min()), int(addresses.max())
+        if low < SHARED_BASE or high > self.end - size:
+            bad = low if low < SHARED_BASE else high
+            raise MemoryFault(f"shared access of {size} bytes at {bad:#x}, valid are {SHARED_BASE:#x}..{self.end:#x}")
+        if size > 1 and (addresses & (size - 1)).any():
+            raise MemoryFault(f"misaligned {size}-byte shared access at {int(addresses[(addresses % size) != 0][0]):#x}")
+
+    def slice(self, address: int, size: int) -> np.ndarray:
+        if address < SHARED_BASE or address + size > self.end:
+            raise MemoryFault(f"shared range {address:#x}..{address + size:#x}, valid are {SHARED_BASE:#x}..{self.end:#x}")
+        return self.bytes[address:address + size]

@@ -1,0 +1,267 @@
+"""The disk cache under many processes and faults, machines without the DSL; no GPU needed."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import tiny_kernel
+from support.tiny_kernel import BUILDER, NAME, TinyConfig
+
+from foscar.common import artifact as art
+from foscar.common import jit, kernel_store
+from foscar.common.errors import CompileError, MissingDependencyError
+
+needs_dsl = pytest.mark.skipif(jit.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+ROOT = Path(__file__).resolve().parents[1]
+ARCH = "sm_90a"
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    """An empty disk cache, an empty memory and a log of compilations."""
+    monkeypatch.setenv("FOSCAR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FOSCAR_TEST_COMPILES", str(tmp_path / "compiles"))
+    for name in ("FOSCAR_KERNEL_PATH", "FOSCAR_JIT"):
+        monkeypatch.delenv(name, raising=False)
+    jit.forget()
+    yield tmp_path
+    jit.forget()
+
+
+TINY = TinyConfig()
+
+
+def get(config=TINY, arch=ARCH):
+    return jit.load_or_compile(NAME, config, arch, BUILDER)
+
+
+def compiles(tmp_path):
+    path = tmp_path / "compiles"
+    return len(path.read_text().split()) if path.exists() else 0
+
+
+def fake_artifact(config=TINY, dsl="1.2.3"):
+    """A kernel that no compiler made, with the identity of a real one."""
+    key = jit.compile_key(NAME, config, ARCH, BUILDER)
+    params = (art.Param("u64", 8, 0),)
+    return art.Artifact(
+        b"\x7fELF" + dsl.encode(), ".ptx", "entry", ARCH, (32, 1, 1), 0, 0, params, dsl=dsl, name=NAME, key=key
+    )
+
+
+def plant(root, artifact):
+    folder = root / (kernel_store.stem(NAME, ARCH, artifact.key) + artifact.dsl)
+    assert kernel_store.save(artifact, folder)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------- processes
+CHILD = """
+import os, sys, time
+from foscar.common import jit
+from support import tiny_kernel as t
+ready, go = sys.argv[1:3]
+if ready:
+    open(ready, "w").close()
+    while not os.path.exists(go):
+        time.sleep(0.002)
+a = jit.load_or_compile(t.NAME, t.TinyConfig(), "sm_90a", t.BUILDER)
+print(a.cubin_sha256, "cutlass" in sys.modules)
+"""
+
+
+def start_child(ready="", go=""):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-c", CHILD, str(ready), str(go)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(child):
+    out, err = child.communicate(timeout=100)
+    assert child.returncode == 0, err
+    return out.split()
+
+
+@needs_dsl
+def test_eight_processes_compile_once(fresh):
+    go = fresh / "go"
+    ready = [fresh / f"ready{i}" for i in range(8)]
+    children = [start_child(r, go) for r in ready]
+    while not all(r.exists() for r in ready):
+        assert all(c.poll() is None for c in children), [c.communicate() for c in children if c.poll() is not None]
+    go.touch()
+    results = [finish(c) for c in children]
+    assert compiles(fresh) == 1
+    assert len({digest for digest, _ in results}) == 1
+    assert sorted(imported for _, imported in results) == ["False"] * 7 + ["True"]
+    names = [p.name for p in (fresh / "cache").iterdir() if p.name != ".locks"]
+    assert len(names) == 1 and names[0].startswith(NAME)
+
+
+@needs_dsl
+def test_a_second_process_neither_compiles_nor_imports_the_dsl(fresh):
+    digest = get().cubin_sha256
+    assert finish(start_child()) == [digest, "False"]
+    assert compiles(fresh) == 1
+
+
+@needs_dsl
+def test_memory_serves_the_same_object(fresh):
+    assert get() is get() and compiles(fresh) == 1
+    jit.forget()
+    assert get() is not None and compiles(fresh) == 1
+
+
+# ---------------------------------------------------------------------------------------------- faults
+def damage(folder, how):
+    cubin = folder / art.CUBIN
+    if how == "truncated cubin":
+        cubin.write_bytes(cubin.read_bytes()[:-7])
+    elif how == "flipped ptx":
+        (folder / art.PTX).write_text("//" + (folder / art.PTX).read_text())
+    elif how == "no cubin":
+        cubin.unlink()
+    elif how == "empty json":
+        (folder / art.FACTS).write_text("")
+    elif how == "another kernel":
+        facts = json.loads((folder / art.FACTS).read_text()) | {"key": "0" * 64}
+        (folder / art.FACTS).write_text(json.dumps(facts))
+    elif how == "missing fact":
+        facts = json.loads((folder / art.FACTS).read_text())
+        del facts["params"]
+        (folder / art.FACTS).write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize(
+    "how", ["truncated cubin", "flipped ptx", "no cubin", "empty json", "another kernel", "missing fact"]
+)
+def test_broken_entries_are_set_aside_and_rebuilt(fresh, monkeypatch, how):
+    built = dataclasses.replace(fake_artifact(), name="", key="")
+    monkeypatch.setattr(jit, "dsl_version", lambda: "1.2.3")
+    monkeypatch.setattr(tiny_kernel, "build", lambda config, arch: built)
+    good = get()
+    (folder,) = (fresh / "cache").glob(f"{NAME}-*")
+    for _ in range(2):  # the second time, an older broken one is in the way
+        damage(folder, how)
+        jit.forget()
+        assert get() == good
+        assert {p.name for p in (fresh / "cache").glob(f"{NAME}-*")} == {folder.name, folder.name + ".corrupt"}
+        assert art.Artifact.load(folder, good.key) == good
+
+
+@pytest.mark.parametrize("where", ["a file", "proc", "no home"])
+def test_a_place_that_cannot_be_written_costs_no_kernel(fresh, monkeypatch, where, caplog):
+    monkeypatch.setattr(jit, "dsl_version", lambda: "1.2.3")
+    monkeypatch.setattr(
+        tiny_kernel, "build", lambda config, arch: dataclasses.replace(fake_artifact(), name="", key="")
+    )
+    (fresh / "file").touch()
+    if where == "no home":
+        monkeypatch.delenv("FOSCAR_CACHE_DIR")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+        assert kernel_store.cache_dir() is None
+    else:
+        monkeypatch.setenv("FOSCAR_CACHE_DIR", str(fresh / "file") if where == "a file" else "/proc/foscar")
+    assert get().name == NAME
+    assert where == "no home" or "stays in memory" in caplog.text
+
+
+def test_a_read_only_cache_still_serves(fresh, monkeypatch):
+    monkeypatch.setattr(jit, "dsl_version", lambda: "1.2.3")
+    planted = fake_artifact()
+    plant(fresh / "cache", planted)
+    monkeypatch.setattr(kernel_store, "save", None)
+    monkeypatch.setattr(kernel_store, "locked", None)
+    assert get() == planted
+    assert not (fresh / "cache" / ".locks").exists()
+
+
+def test_the_cache_directory_follows_the_environment(monkeypatch, tmp_path):
+    assert kernel_store.cache_dir() == tmp_path / "cache"
+    monkeypatch.delenv("FOSCAR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert kernel_store.cache_dir() == tmp_path / "xdg" / "foscar"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert kernel_store.cache_dir() == tmp_path / "home" / ".cache" / "foscar"
+
+
+# ---------------------------------------------------------------------------------------------- without compiling
+def test_jit_forbidden_names_the_kernel_and_the_way_out(monkeypatch, fresh):
+    monkeypatch.setenv("FOSCAR_JIT", "0")
+    with pytest.raises(CompileError) as e:
+        get()
+    message = str(e.value)
+    for part in (
+        NAME,
+        ARCH,
+        str(fresh / "cache"),
+        "FOSCAR_JIT=0",
+        "export_kernel",
+        "TinyConfig(",
+        "FOSCAR_KERNEL_PATH",
+    ):
+        assert part in message
+    assert "\n" not in message and compiles(fresh) == 0
+
+
+def test_without_the_dsl_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(jit, "dsl_version", lambda: None)
+    with pytest.raises(MissingDependencyError, match=r'pip install "foscar\[jit\]"') as e:
+        get()
+    assert NAME in str(e.value) and "\n" not in str(e.value)
+
+
+def test_versions_of_the_dsl(monkeypatch, fresh):
+    old, new = fake_artifact(dsl="4.8.1"), fake_artifact(dsl="4.10.0")
+    for a in (old, new):
+        plant(fresh / "cache", a)
+    monkeypatch.setattr(jit, "dsl_version", lambda: None)
+    assert get().dsl == "4.10.0"  # the newest, and no string comparison
+    jit.forget()
+    monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")
+    assert get().dsl == "4.8.1"
+    jit.forget()
+    monkeypatch.setattr(jit, "dsl_version", lambda: "9.9")
+    monkeypatch.setattr(tiny_kernel, "build", lambda config, arch: fake_artifact(dsl="9.9"))
+    assert get().dsl == "9.9"
+    jit.forget()
+    monkeypatch.setattr(jit, "dsl_version", lambda: "7.7")
+    monkeypatch.setenv("FOSCAR_JIT", "0")
+    assert get().dsl == "9.9"
+
+
+def test_kernels_compiled_ahead_of_time_come_first(monkeypatch, fresh):
+    monkeypatch.setattr(jit, "dsl_version", lambda: "1.2.3")
+    monkeypatch.setattr(
+        tiny_kernel, "build", lambda config, arch: dataclasses.replace(fake_artifact(), name="", key="")
+    )
+    folder = jit.export_kernel(fresh / "shipped", NAME, TinyConfig(), ARCH, BUILDER)
+    assert folder.parent == fresh / "shipped"
+    assert jit.export_kernel(fresh / "shipped", NAME, TinyConfig(), ARCH, BUILDER) == folder
+    (folder / art.PTX).unlink()  # only the cubin is needed to launch
+    jit.forget()
+    monkeypatch.setattr(jit, "dsl_version", lambda: None)
+    monkeypatch.setenv("FOSCAR_CACHE_DIR", str(fresh / "nothing"))
+    monkeypatch.setenv("FOSCAR_KERNEL_PATH", os.pathsep.join(["/nonexistent", str(fresh / "shipped")]))
+    assert get().ptx == "" and get().cubin == fake_artifact().cubin
+    damage(folder, "truncated cubin")  # never touched, only passed over
+    jit.forget()
+    with pytest.raises(MissingDependencyError):
+        get()
+    assert folder.is_dir()
+
+
+def test_a_failing_build_names_the_kernel(monkeypatch):
+    def broken(config, arch):
+        raise ValueError("first line\nsecond line")
+
+    monkeypatch.setattr(jit, "dsl_version", lambda: "1.2.3")
+    monkeypatch.setattr(tiny_kernel, "build", broken)
+    with pytest.raises(CompileError, match=f"^compiling {NAME} for {ARCH} failed: ValueError: first line$"):
+        get()
