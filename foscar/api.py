@@ -7,6 +7,7 @@ import math
 import torch
 
 from .common.cache import PagedKVCache
+from .common.errors import UnsupportedDeviceError
 from .common.formats import KVFormat
 from .common.launch import device_arch
 from .common.reference import decode_folded
@@ -96,8 +97,6 @@ def _config(cache: PagedKVCache, heads: int, dtype: torch.dtype, tile: TileConfi
     _require(group <= MAX_HEADS, f"the Hopper kernel takes 1 to {MAX_HEADS} query heads per KV head, not {group}")
     arch = device_arch(cache.device)
     if arch != ARCH:
-        from .common.errors import UnsupportedDeviceError
-
         raise UnsupportedDeviceError(f"there is a kernel for {ARCH} (Hopper: H100, H200) only, not for {arch}")
     return DecodeConfig(cache.format, cache.head_dim, cache.page_size, -(-group // 4) * 4, Q_DTYPES[dtype],
                         tile or TileConfig())  # fmt: skip
@@ -107,7 +106,8 @@ def _backend(name: str, cache: PagedKVCache) -> str:
     _require(name in BACKENDS, f"backend must be one of {BACKENDS}, not {name!r}")
     if name == "auto":
         return "cuda" if cache.device.type == "cuda" else "torch"
-    _require(name == "torch" or cache.device.type == "cuda", f"backend 'cuda' needs a cache on a GPU, not {cache.device}")
+    on_gpu = cache.device.type == "cuda"
+    _require(name == "torch" or on_gpu, f"backend 'cuda' needs a cache on a GPU, not on {cache.device}")
     return name
 
 
@@ -125,8 +125,8 @@ def _decode(q, cache, tables, sm_scale, out, lse, lse_base, backend, tile, buffe
     kernels = decoder(_config(cache, q.shape[1], q.dtype, tile), cache.device.index)
     if buffers is None:
         buffers = kernels.buffers(q.shape[0], cache.num_kv_heads, q.shape[1] // cache.num_kv_heads)
-    target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-    log_sum = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
+    target = out if out.stride(2) == 1 else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    log_sum = lse if lse is None or lse.is_contiguous() else torch.empty(lse.shape, device=lse.device)
     kernels(_readable(q), cache, tables, target, log_sum, buffers, sm_scale, lse_base)
     if target is not out:
         out.copy_(target)

@@ -8,8 +8,9 @@ from support import tiny_kernel
 from support.perturb import perturbations
 from support.tiny_kernel import BUILDER, NAME, TinyConfig
 
-from foscar.common import jit
+from foscar.common import jit, sources
 from foscar.common.formats import KVFormat
+from foscar.common.sources import source_files
 from foscar.hopper.config import DecodeConfig
 
 ARCH = "sm_90a"
@@ -41,11 +42,14 @@ def test_name_arch_builder_and_sources_change_the_key(monkeypatch):
     assert len(keys) == 5
 
 
-def test_the_fingerprint_covers_the_device_code():
-    common, hopper = jit._source_files("foscar.common"), jit._source_files("foscar.hopper.kernel")
-    assert {"common/formats.py", "common/jit.py"} <= common.keys()
-    assert "hopper/config.py" in hopper
-    assert list(jit._source_files("support.tiny_kernel").values()) == [Path(tiny_kernel.__file__)]
+def test_the_fingerprint_covers_the_device_code_and_no_more():
+    files = source_files(("foscar.hopper.build",))
+    device_code = {p.stem for p in (sources.ROOT / "hopper").glob("*.py")} - {"__init__", "decode"}
+    assert {f"foscar.hopper.{name}" for name in device_code} <= files.keys()
+    assert {"foscar.common.formats", "foscar.common.fold", "foscar.common.combine"} <= files.keys()
+    assert not {"foscar.api", "foscar.common.cache", "foscar.common.reference"} & files.keys()
+    own = source_files(("support.tiny_kernel",))
+    assert own["support.tiny_kernel"] == Path(tiny_kernel.__file__)
     assert jit.source_fingerprint(("foscar.hopper.kernel",)) != jit.source_fingerprint(())
 
 

@@ -93,6 +93,12 @@ def test_constant_groups_are_exact(f, params, value):
     assert_equal(dequantize(q, f), torch.full((20, 2, 64), value))
 
 
+@pytest.mark.parametrize("f", FORMATS, ids=str)
+def test_constant_groups_that_the_parameters_cannot_hold_are_rounded(f):
+    q = quantize(torch.full((20, 2, 64), 60010.0), f)
+    assert bool((q.codes == 0).all()) and bool((q.scale == 1).all()) and bool((q.bias == 60000).all())
+
+
 def test_one_constant_row_among_others():
     x = random_values((8, 2, 64), 1)
     x[3, 1] = 100.0

@@ -1,6 +1,6 @@
 """Single instructions that device code of every architecture uses, each pure unless said otherwise.
 
-The DSL contracts no ``a * b + c`` and marks some wrappers as side-effecting, which pins them in place; these do neither.
+The DSL contracts no ``a * b + c``, and some of its wrappers are side-effecting and so pinned in place; these are not.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ def max_nan(a, b) -> Float32:
     return Float32(_pure(T.f32(), [Float32(a), Float32(b)], "max.NaN.f32 $0, $1, $2;", "=f,f,f"))
 
 
+def absolute(x) -> Float32:
+    return Float32(_pure(T.f32(), [Float32(x)], "abs.f32 $0, $1;", "=f,f"))
+
+
 def reciprocal(x) -> Float32:
     return _unary("rcp", x)
 
@@ -58,29 +62,14 @@ def byte_permute(a, b, selector: int) -> Uint32:
     return Uint32(_pure(T.i32(), [Uint32(a), Uint32(b)], f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r"))
 
 
-def e4m3x4(values) -> Uint32:
-    """Four float32 rounded to e4m3 (nearest even, saturating), the first in the lowest byte."""
-    text = (
-        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }"
-    )
-    return Uint32(_pure(T.i32(), [Float32(v) for v in values], text, "=r,f,f,f,f"))
-
-
-def from_e4m3x4(word) -> list[Float32]:
-    """The four e4m3 bytes of a word as float32, exact."""
-    halves = [
-        Uint32(
-            _pure(
-                T.i32(),
-                [Uint32(word)],
-                f"{{ .reg .b16 lo, hi; mov.b32 {{lo, hi}}, $1; cvt.rn.f16x2.e4m3x2 $0, {name}; }}",
-                "=r,r",
-            )
-        )
-        for name in ("lo", "hi")
-    ]
-    return [x for h in halves for x in unpack_halves(h, "float16")]
+def pack_bytes(values) -> list[Uint32]:
+    """The lowest bytes of a list of words, four to a word, the first lowest (a list of two: the upper bytes repeat)."""
+    words = []
+    for i in range(0, len(values), 4):
+        four = (values[i : i + 4] * 2)[:4]
+        first, second = byte_permute(four[0], four[1], 0x0040), byte_permute(four[2], four[3], 0x0040)
+        words.append(byte_permute(first, second, 0x5410))
+    return words
 
 
 def unpack_halves(word, dtype: str) -> list[Float32]:

@@ -2,16 +2,16 @@
 
 With ``x ~ scale * code + bias`` the two products of attention become products with the codes alone:
 
-======================================  ==========================================  ==================================
-quantization                            scale goes to                               bias becomes
-======================================  ==========================================  ==================================
-K per token (pair per token, group G)   S[h,t] = sum_G scale[t,G] (Q_G . code_G)    + sum_G bias[t,G] sum_{c in G} Q[h,c]
-K per channel (pair per channel, T)     Q'[h,c] = Q[h,c] scale[c], once per T       + sum_c Q[h,c] bias[c], one per (h, T)
-V per token (pair per token, group G)   P'[h,t] = P[h,t] scale[t,G]                 + sum_t P[h,t] bias[t,G], for all of G
-V per channel (pair per channel, T)     the partial O of T, per channel             + (sum_{t in T} P[h,t]) bias[c]
-======================================  ==========================================  ==================================
+====================  =========================================  ==================================================
+quantization          scale goes to                              bias becomes
+====================  =========================================  ==================================================
+K per token, G        S[h,t] = sum_G scale[t,G] (Q_G . code_G)   + sum_G bias[t,G] sum_{c in G} Q[h,c]
+K per channel, T      Q'[h,c] = Q[h,c] scale[c], once per T      + sum_c Q[h,c] bias[c], one constant per (h, T)
+V per token, G        P'[h,t] = P[h,t] scale[t,G]                + sum_t P[h,t] bias[t,G], for every channel of G
+V per channel, T      the partial O of T, per channel            + (sum_{t in T} P[h,t]) bias[c]
+====================  =========================================  ==================================================
 
-T is a group of tokens, G a group of channels.  The softmax denominator uses the unscaled P.  The fourth row holds for
+G is a group of channels, T a group of tokens: one (scale, bias) pair per token and G, or per channel and T.  The softmax denominator uses the unscaled P.  The fourth row holds for
 each token group's partial O, so it is applied before partial results are added.
 
 The functions use ``*`` and ``+`` only: the same ones serve numbers, numpy and torch arrays (broadcasting as the caller

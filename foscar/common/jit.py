@@ -28,7 +28,6 @@ import importlib.util
 import json
 import logging
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -39,6 +38,7 @@ from typing import Any
 from . import kernel_store as store
 from .artifact import Artifact, make_artifact
 from .errors import CompileError, MissingDependencyError
+from .sources import source_files
 
 log = logging.getLogger("foscar")
 
@@ -76,28 +76,10 @@ def canonical(value: Any) -> Any:
     raise TypeError(f"{type(value).__qualname__} cannot be part of a compile key: {value!r}")
 
 
-def _source_files(module: str) -> dict[str, Path]:
-    """The files whose text makes a module's device code: its package within foscar, or the module's own file."""
-    root = Path(__file__).resolve().parents[1]
-    parts = module.split(".")
-    if parts[0] == root.name and len(parts) > 1:
-        folder = root / parts[1]
-        if folder.is_dir():
-            return {p.relative_to(root).as_posix(): p for p in folder.rglob("*.py")}
-    loaded = sys.modules.get(module)
-    origin = getattr(loaded, "__file__", None)
-    if origin is None and module != "__main__":
-        spec = importlib.util.find_spec(module)
-        origin = spec.origin if spec else None
-    return {module: Path(origin)} if origin and origin.endswith(".py") else {}
-
-
 @functools.cache
 def source_fingerprint(modules: tuple[str, ...]) -> str:
-    """Digest of the device-code sources of some modules and of ``foscar.common``; read once per process."""
-    files = _source_files("foscar.common")
-    for module in modules:
-        files |= _source_files(module)
+    """Digest of the sources of some modules and all that they import from here; read once per process."""
+    files = source_files(modules)
     digest = hashlib.sha256()
     for name in sorted(files):
         data = files[name].read_bytes()

@@ -107,8 +107,7 @@ class HopperDecode:
             for launch, names, grid in zip(
                 self._launches, (arguments.DECODE, arguments.COMBINE), (self.ctas, batch * heads), strict=True
             ):
-                for i, name in enumerate(names):
-                    launch.set(i, values[name])
+                launch.update([values[name] for name in names])
                 launch(grid, stream)
 
 

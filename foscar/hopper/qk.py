@@ -1,4 +1,6 @@
-"""S^T = K Q^T of one tile: K's codes are masked into wgmma's A registers, Q^T lies in shared memory.
+"""S^T = K Q^T of one tile: K's codes are masked into wgmma's A registers (u8), Q^T (s8) lies in shared memory.
+
+Codes are integers and Q is rounded to 15 bits per head (query.py), so every score is exact in int32.
 
 Warp ``w``, lane ``(g, t) = (lane // 4, lane % 4)`` holds tokens ``32 w + 4 g + 2 i + rh`` for the 64-row products
 ``i`` = 0, 1 and the row halves ``rh`` = 0, 1: the four tokens of one quad.  S^T comes back in the same threads, so a
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Uint32
+from cutlass import Int8, Int32, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ..common import device
@@ -19,10 +21,10 @@ HALVES = TILE_TOKENS // 64  # products of 64 tokens
 
 
 def make_mma(cfg: DecodeConfig) -> cute.TiledMma:
-    op = warpgroup.MmaF8Op(
-        Float8E4M3FN,
-        Float8E4M3FN,
-        Float32,
+    op = warpgroup.MmaI8Op(
+        Uint8,
+        Int8,
+        Int32,
         (64, cfg.columns, 32),
         warpgroup.OperandSource.RMEM,
         OperandMajorMode.K,
@@ -44,9 +46,9 @@ def thread_offset(cfg: DecodeConfig, warp, lane):
 
 
 def unpack(word: Uint32, bits: int) -> list[Uint32]:
-    """A word of packed codes as e4m3 operand registers, one per bit position.
+    """A word of packed codes as u8 operand registers, one per bit position.
 
-    An e4m3 byte 0..15 is the integer times 2^-9.  At 2 bits positions 1 and 3 come out times 4.
+    At 2 bits positions 1 and 3 come out times 4; one shift keeps the factors that Q must absorb that small.
     """
     if bits == 2:
         high = word >> 4
@@ -63,7 +65,7 @@ def scores(stage: Int32, operand: cute.Tensor, cfg: cutlass.Constexpr) -> list[c
         operand: Q^T as B fragments.
 
     Returns:
-        HALVES accumulators; element ``4 j + 2 rh + term`` is token half ``rh``, head ``t + 4 j``.
+        HALVES int32 accumulators; element ``4 j + 2 rh + term`` is token half ``rh``, head ``t + 4 j``.
     """
     mma = make_mma(cfg)  # local: its accumulate flag changes below
     bits = cfg.format.k.bits
@@ -80,7 +82,7 @@ def scores(stage: Int32, operand: cute.Tensor, cfg: cutlass.Constexpr) -> list[c
             for p, code in enumerate(unpack(loaded[j // vector][j % vector], bits)):
                 step, half = divmod(p * words_per_row + u, 2)
                 registers[4 * step + 2 * half + row] = code
-        s = cute.make_rmem_tensor(mma.partition_shape_C((64, cfg.columns)), Float32)
+        s = cute.make_rmem_tensor(mma.partition_shape_C((64, cfg.columns)), Int32)
         warpgroup.fence()
         for k in cutlass.range_constexpr(cfg.head_dim // 32):
             mma.set(warpgroup.Field.ACCUMULATE, k != 0)

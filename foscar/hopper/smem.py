@@ -3,7 +3,7 @@
 Per math warpgroup ``w``:
 
 - ``stages`` ring slots of ``stage_bytes``: the pages of one tile, record after record (written by bulk copies);
-- Q^T, ``columns x head_dim`` e4m3: column ``2 h + term`` of head ``h`` (B operand of Q K^T);
+- Q^T, ``columns x head_dim`` s8: column ``2 h + term`` of head ``h`` (B operand of Q K^T);
 - P^T, ``columns x TILE_TOKENS`` u8, likewise (B operand of P V);
 - reductions: float32 ``[head][warp]`` maxima, denominators and offsets, and ``[head]`` query factors;
 - two mbarriers a slot: ``full`` (one arrival with the bytes) and ``empty`` (one arrival per math warp).
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Int32, Int64, Uint8
+from cutlass import Int8, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import warpgroup
 
 from .config import TILE_TOKENS, DecodeConfig
@@ -95,10 +95,8 @@ def allocate(cfg: DecodeConfig) -> Ledger:
     w = cfg.tile.math_warpgroups
     allocator = cutlass.memory.SmemAllocator()
     ring = allocator.allocate_tensor(Uint8, cute.make_layout(w * cfg.stages * cfg.stage_bytes), byte_alignment=128)
-    query_layout = _operand_layout(cfg, Float8E4M3FN, cfg.head_dim)
-    query = allocator.allocate_tensor(
-        Float8E4M3FN, query_layout.outer, byte_alignment=128, swizzle=query_layout.inner
-    )
+    query_layout = _operand_layout(cfg, Int8, cfg.head_dim)
+    query = allocator.allocate_tensor(Int8, query_layout.outer, byte_alignment=128, swizzle=query_layout.inner)
     probs_layout = _operand_layout(cfg, Uint8, TILE_TOKENS)
     probs = allocator.allocate_tensor(Uint8, probs_layout.outer, byte_alignment=128, swizzle=probs_layout.inner)
     reduce = allocator.allocate_tensor(Uint8, cute.make_layout(w * cfg.reduce_bytes), byte_alignment=128)

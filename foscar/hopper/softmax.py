@@ -2,7 +2,7 @@
 
 Domains, in order (fold.py's rows 1 and 3):
 
-1. ``s``: raw product, the two terms of Q added;
+1. ``s``: the exact integer product, the two terms of Q joined, as float32;
 2. ``z = k_scale s + k_bias q_sum``: the folded score, in the units of ``s``;
 3. ``x = factor z``: the logit in base 2; never formed alone;
 4. ``w = x + log2(v_scale)``: its maximum M over the tile's 128 tokens is exact, so ``p' = 2^(w - M) <= 1``;
@@ -163,7 +163,7 @@ def probabilities(s: list, params: TokenParams, factor: list, q_sum: list, share
         row = []
         for i in cutlass.range_constexpr(TOKENS):
             e = 4 * j + 2 * (i % 2)
-            raw = s[i // 2][e] + s[i // 2][e + 1]
+            raw = Float32(s[i // 2][e] * 256 + s[i // 2][e + 1])
             z = fold.k_token_score(raw, q_sum[j], params.k_scale[i], params.k_bias[i], fma=device.fma)
             row.append(device.fma(z, factor[j], params.v_log[i]))
         w.append(row)

@@ -40,7 +40,7 @@ def _cp(b: Builder, m: Mods):
     b.fail(f"bulk copy from .{spaces[1]} to .{spaces[0]}")
 
 
-# ---- bulk copies -------------------------------------------------------------------------------------------------------
+# ---- bulk copies ---------------------------------------------------------------------------------------------------
 def _check_bulk(w, line: int, destination: int, source: int, size: int) -> None:
     for what, value in (("destination", destination), ("source", source), ("size", size)):
         if value % 16:
@@ -150,7 +150,7 @@ class _StoreRead(AsyncOp):
     __slots__ = ("clock",)
 
 
-# ---- groups, per thread --------------------------------------------------------------------------------------------------
+# ---- groups, per thread --------------------------------------------------------------------------------------------
 def _group(w, kind: str, lane: int) -> list:
     """All groups of a thread, oldest first; the last one is open."""
     return w.state.setdefault((kind, lane), [[]])
@@ -180,7 +180,7 @@ def _wait(line: int, kind: str, keep: int, read: bool):
     return run
 
 
-# ---- cp.async ------------------------------------------------------------------------------------------------------------
+# ---- cp.async ------------------------------------------------------------------------------------------------------
 def _cp_async(b: Builder, m: Mods) -> None:
     """Per-thread copies of 4, 8 or 16 bytes; generic proxy, so no proxy fence is needed after the wait."""
     if m.flag("commit_group"):

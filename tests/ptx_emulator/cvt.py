@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from . import lowfloat as lf
-from .alu import ftz, function
+from .alu_float import ftz
+from .closures import function
 from .decode import DTYPE, Builder, Mods, bits_of, opcode
 from .parser import Reg
 

@@ -167,7 +167,7 @@ class Builder:
         self.params = {p.name: p for p in self.kernel.params}
         self._fresh()
 
-    # ---- operands -------------------------------------------------------------------------------------------------
+    # ---- operands --------------------------------------------------------------------------------------------------
     def fail(self, why: str):
         raise PtxError(f"line {self.ins.line}: {why}: {self.ins.text}")
 
@@ -248,7 +248,7 @@ class Builder:
             self.fail(f"integer constant expected, got {x}")
         return x.value
 
-    # ---- emission -------------------------------------------------------------------------------------------------
+    # ---- emission --------------------------------------------------------------------------------------------------
     def _fresh(self) -> None:
         block = Block(len(self.program.blocks))
         self.program.blocks.append(block)

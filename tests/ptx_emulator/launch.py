@@ -21,7 +21,7 @@ _PACK = {"u8": "B", "s8": "b", "b8": "B", "u16": "H", "s16": "h", "b16": "H", "u
 class Launch:
     """One kernel launch.
 
-    ptx     PTX text, or a compiled CuTe DSL function (its `artifacts.PTX`)
+    ptx     PTX text, an object with `.ptx`, or a compiled CuTe DSL function (its `.artifacts.PTX`)
     grid, block     one to three integers
     args    one value per kernel parameter: an array or tensor (a pointer to it), `Ptr(array, byte_offset)`, an integer or
             float, or bytes for a struct
@@ -38,7 +38,7 @@ class Launch:
     def __init__(self, ptx, grid, block, args=(), *, smem: int = 0, seed: int | None = None, schedule: str | None = None,
                  memory: Memory | None = None, entry: str | None = None, races: bool = True, conflicts: bool = False,
                  resident: int | None = None, max_instructions: int = 50_000_000, debug=None):
-        text = ptx if isinstance(ptx, str) else ptx.artifacts.PTX
+        text = ptx if isinstance(ptx, str) else ptx.ptx if hasattr(ptx, "ptx") else ptx.artifacts.PTX
         self.program = decode(text, entry)
         self.grid, self.block = _three(grid), _three(block)
         self.threads = self.block[0] * self.block[1] * self.block[2]

@@ -20,10 +20,11 @@ LANES = np.arange(32)
 class Group:
     """Lanes that share a program counter (a block number). `mask` is None when it is all 32."""
 
-    __slots__ = ("pc", "mask", "wait", "timed_out")
+    __slots__ = ("pc", "mask", "wait", "timed_out", "last")
 
     def __init__(self, pc: int, mask):
         self.pc, self.mask, self.wait, self.timed_out = pc, mask, None, False
+        self.last = pc          # the block it executed last: where it waits
 
 
 class Converge:
@@ -57,7 +58,7 @@ class Warp:
         self.local = np.zeros((32, self.program.local_bytes), np.uint8) if self.program.local_bytes else None
         self.R = self._views()
 
-    # ---- registers ------------------------------------------------------------------------------------------------
+    # ---- registers -------------------------------------------------------------------------------------------------
     def _views(self) -> list:
         backing, R = {}, []
         for kind, *rest in self.program.slots:
@@ -112,7 +113,7 @@ class Warp:
             return np.full(32, values[name])
         raise EmulatorError(f"special register {name} is not modelled")
 
-    # ---- execution ------------------------------------------------------------------------------------------------
+    # ---- execution -------------------------------------------------------------------------------------------------
     @property
     def finished(self) -> bool:
         return not self.groups
@@ -174,6 +175,7 @@ class Warp:
             self.instructions += block.cost
             g.pc += 1
             if block.control is not None:
+                g.last = block.index
                 block.control(self, g)
 
     def _converged(self, g: Group, block) -> bool:
@@ -190,7 +192,7 @@ class Warp:
             if x.wait is _CONVERGE and x.pc == g.pc:
                 x.wait = None       # they meet here
                 return False
-        g.wait = _CONVERGE
+        g.wait, g.last = _CONVERGE, g.pc
         return False
 
     def exit(self, group: Group, lanes) -> None:
@@ -219,14 +221,14 @@ class Warp:
     def describe(self) -> str:
         parts = []
         for g in self.groups:
-            block = self.program.blocks[g.pc] if g.pc < len(self.program.blocks) else None
-            ins = next(iter(block.all_instructions), None) if block else None
+            block = self.program.blocks[g.last if g.wait else g.pc]
+            ins = (block.control_instruction if g.wait else None) or next(iter(block.all_instructions), None)
             lanes = "" if g.mask is None else f" lanes {int((g.mask << LANES).sum()):#010x}"
             where = f"line {ins.line}: {ins.text[:90]}" if ins else "the end"
             parts.append(f"  {self.name}{lanes} at {where} -- {g.wait.describe() if g.wait else 'can run'}")
         return "\n".join(parts)
 
-    # ---- memory ordering ------------------------------------------------------------------------------------------
+    # ---- memory ordering -------------------------------------------------------------------------------------------
     def release(self, clock: np.ndarray) -> None:
         np.maximum(clock, self.clock, out=clock)
         self.clock[0, self.agent] += 1

@@ -6,7 +6,7 @@ import numpy as np
 
 from .decode import DTYPE, LOCAL_WINDOW, SHARED_WINDOW, Builder, Mods, bits_of, opcode
 from .errors import MemoryFault
-from .parser import Addr, Imm, Reg, Sink, Sym
+from .parser import Addr, Imm, Sink, Sym
 from .sync import lanes_of
 from .syncops import shared_address
 
@@ -119,10 +119,8 @@ def _fetcher(b: Builder, space: str, operand, size: int, count: int):
         w.launch.counters.shared_access(w, a, total, "load")
         return s.views[size][a >> (size.bit_length() - 1)] if count == 1 else _rows(s.rows[total], a, total, size)
 
-    cache = [None]
-
     def global_(w, a):
-        array, off = w.launch.memory.offsets(a, total, cache)
+        array, off = w.launch.memory.offsets(a, total)
         w.launch.counters.global_access(w, len(a) * total, "load")
         if array is None:
             return np.concatenate([global_(w, a[i:i + 1]) for i in range(len(a))])
@@ -157,7 +155,8 @@ def _by_space(b: Builder, space: str, operand, shared, global_, local):
 
     def lanes(w, R, mask):
         a = address(R)
-        w.state["lanes"] = np.arange(32) if mask is None else np.nonzero(mask)[0]
+        if space in ("local", "generic"):
+            w.state["lanes"] = np.arange(32) if mask is None else np.nonzero(mask)[0]
         return a if mask is None else a[mask]
 
     def located(w, R, mask, *values):
@@ -227,10 +226,8 @@ def _storer(b: Builder, space: str, operand, size: int, count: int):
         else:
             s.rows[total].view(v.dtype)[a >> (total.bit_length() - 1)] = v
 
-    cache = [None]
-
     def global_(w, a, v):
-        array, off = w.launch.memory.offsets(a, total, cache)
+        array, off = w.launch.memory.offsets(a, total)
         w.launch.counters.global_access(w, len(a) * total, "store")
         if array is None:
             for i in range(len(a)):
@@ -249,7 +246,7 @@ def _storer(b: Builder, space: str, operand, size: int, count: int):
     return _by_space(b, space, operand, shared, global_, local)
 
 
-# ---- atomics -----------------------------------------------------------------------------------------------------------
+# ---- atomics -------------------------------------------------------------------------------------------------------
 def _wrap_inc(old, x):
     return 0 if old >= x else old + 1
 
@@ -330,7 +327,7 @@ def _cells(size: int, dtype):
     return shared, global_, local
 
 
-# ---- address conversion ------------------------------------------------------------------------------------------------
+# ---- address conversion --------------------------------------------------------------------------------------------
 @opcode("cvta")
 def _cvta(b: Builder, m: Mods):
     """Between a state space and generic addresses (9.7.9.20)."""

@@ -61,6 +61,7 @@ class Memory:
         self._allocations: list[Allocation] = []
         self._by_data: dict[tuple[int, int], Allocation] = {}
         self._next = _FIRST_ADDRESS
+        self._recent: Allocation | None = None
 
     def register(self, array, name: str = "") -> Allocation:
         data = as_bytes(array)
@@ -94,25 +95,20 @@ class Memory:
         a = self.find(address, max(size, 1))
         return a.bytes[address - a.base:address - a.base + size]
 
-    def offsets(self, addresses: np.ndarray, size: int, cache: list) -> tuple[Allocation, np.ndarray]:
-        """All addresses (uint64, not empty) must fall into one array: (array, byte offsets). `cache` is a one-item list
-        per instruction."""
-        a = cache[0]
-        if a is None or a is not self._lookup(a, int(addresses[0])):
-            a = cache[0] = self.find(int(addresses[0]), size)
+    def offsets(self, addresses: np.ndarray, size: int) -> tuple[Allocation | None, np.ndarray]:
+        """(array, byte offsets) of valid, aligned addresses (uint64, not empty); array None if they lie in several."""
+        a, first = self._recent, int(addresses[0])
+        if a is None or not a.base <= first < a.base + a.size:
+            a = self._recent = self.find(first, size)
         off = addresses - np.uint64(a.base)
         last = int(off.max())
         if last > a.size - size:
             bad = int(np.argmax(off > a.size - size))
             self.find(int(addresses[bad]), size)
-            return None, off        # several arrays in one access
+            return None, off
         if size > 1 and (off & np.uint64(size - 1)).any():
             raise MemoryFault(f"misaligned {size}-byte access at {a.name} + {int(off[(off % np.uint64(size)) != 0][0])}")
         return a, off
-
-    @staticmethod
-    def _lookup(a: Allocation, address: int):
-        return a if a.base <= address < a.base + a.size else None
 
 
 class SharedMemory:

@@ -35,7 +35,7 @@ class RaceDetector:
         self.agents: dict[object, int] = {}
         self.ticks = [0] * MAX_AGENTS
 
-    # ---- agents and clocks ----------------------------------------------------------------------------------------
+    # ---- agents and clocks -----------------------------------------------------------------------------------------
     def agent(self, key, name: str) -> int:
         if key not in self.agents:
             number = self.warps + len(self.agents) % (MAX_AGENTS - self.warps)
@@ -54,7 +54,7 @@ class RaceDetector:
         limit[:self.warps] = clock[1, :self.warps]
         return limit
 
-    # ---- accesses -------------------------------------------------------------------------------------------------
+    # ---- accesses --------------------------------------------------------------------------------------------------
     def granules(self, addresses: np.ndarray, size: int):
         """Indices of all granules that accesses of `size` bytes at these addresses touch."""
         first = addresses >> self.shift

@@ -27,10 +27,12 @@ class Scheduler:
         self.paused: list = []
         self.waits: list = []               # groups sleeping in try_wait: they may time out
         self.progress = 0
+        self.timed_out_at = -1
+        self._gave_up = False
         self.executed = 0
         self.ctas: list = []
 
-    # ---- what the machine calls -----------------------------------------------------------------------------------
+    # ---- what the machine calls ------------------------------------------------------------------------------------
     def ready(self, warp) -> None:
         if not warp.queued:
             warp.queued = True
@@ -42,11 +44,14 @@ class Scheduler:
         self.paused.append((warp, group))
 
     def note_wait(self, warp, group) -> None:
-        self.waits.append((warp, group))
+        self.waits.append((warp, group, group.wait))
 
     def spurious_timeout(self) -> bool:
-        """try_wait may give up at a time limit the ISA leaves open."""
-        return self.rng is not None and self.rng.random() < 0.05
+        """try_wait may give up at a time limit the ISA leaves open: now and then, or, if "late", every other time."""
+        if self.schedule == "late":
+            self._gave_up = not self._gave_up
+            return self._gave_up
+        return self.rng is not None and self.rng.random() < 0.15
 
     def pieces(self, size: int) -> list[tuple[int, int]]:
         """How a bulk copy arrives: whole, or in a few multiples of 16 bytes."""
@@ -56,7 +61,7 @@ class Scheduler:
         edges = [0, *cuts, size]
         return list(zip(edges[:-1], edges[1:], strict=True))
 
-    # ---- the main loop ----------------------------------------------------------------------------------------------
+    # ---- the main loop ---------------------------------------------------------------------------------------------
     def run(self, ctas: list) -> None:
         """Runs these CTAs, together, to their end."""
         self.ctas, self.waits, self.paused = ctas, [], []
@@ -104,14 +109,13 @@ class Scheduler:
 
     def _time_out(self) -> None:
         """Nothing runs and nothing is in flight: let try_wait time out once; if that changes nothing, give up."""
-        waiting = [(w, g) for w, g in self.waits if g.wait is not None and g in w.groups]
+        waiting = {id(g): (w, g) for w, g, barrier in self.waits if g.wait is barrier}
         self.waits = []
-        if not waiting or self.progress == getattr(self, "_at_timeout", None):
+        if not waiting or self.progress == self.timed_out_at:
             raise Deadlock("no warp can run and nothing is in flight:\n" + self.report())
-        self._at_timeout = self.progress
-        for w, g in waiting:
-            barrier = g.wait
-            barrier.waiters = [x for x in barrier.waiters if x[1] is not g]
+        self.timed_out_at = self.progress
+        for w, g in waiting.values():
+            g.wait.waiters = [x for x in g.wait.waiters if x[1] is not g]
             g.timed_out = True
             w.wake(g)
 

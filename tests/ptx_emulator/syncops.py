@@ -10,7 +10,7 @@ from .parser import Addr, Label, Reg
 from .sync import Barriers, lanes_of
 
 
-# ---- control flow ------------------------------------------------------------------------------------------------------
+# ---- control flow --------------------------------------------------------------------------------------------------
 @opcode("bra")
 def _bra(b: Builder, m: Mods):
     m.flag("uni")
@@ -74,7 +74,7 @@ def _trap(b: Builder, m: Mods):
     b.emit(run)
 
 
-# ---- named barriers ----------------------------------------------------------------------------------------------------
+# ---- named barriers ------------------------------------------------------------------------------------------------
 def _barrier(b: Builder, m: Mods):
     """bar / barrier{.cta}: sync, arrive, red (9.7.13.1); bar.warp.sync (9.7.13.2)."""
     if m.flag("cluster"):
@@ -167,7 +167,7 @@ def _cluster_barrier(b: Builder, m: Mods):
     b.control(arrive if kind == "arrive" else wait)
 
 
-# ---- mbarrier ----------------------------------------------------------------------------------------------------------
+# ---- mbarrier ------------------------------------------------------------------------------------------------------
 def shared_address(b: Builder, x, space: str | None):
     """A closure R -> shared addresses (uint32 lanes) of an address operand; `space` None means generic."""
     if not isinstance(x, Addr) or x.extra:
@@ -278,8 +278,9 @@ def _mbarrier_wait(b: Builder, m: Mods, kind: str, space):
             if not g.timed_out and not w.launch.scheduler.spurious_timeout():
                 g.pc -= 1                   # executed again when woken
                 blocked.waiters.append((w, g))
+                w.sleep(g, blocked)
                 w.launch.scheduler.note_wait(w, g)
-                return w.sleep(g, blocked)
+                return False
             g.timed_out = False
         for i in active:
             R[d][i] = done[int(a[i]), int(p[i])]
@@ -287,7 +288,7 @@ def _mbarrier_wait(b: Builder, m: Mods, kind: str, space):
     b.control(run)
 
 
-# ---- fences ------------------------------------------------------------------------------------------------------------
+# ---- fences --------------------------------------------------------------------------------------------------------
 @opcode("fence", "membar")
 def _fence(b: Builder, m: Mods):
     """Memory fences order nothing more here (one warp runs at a time); proxy fences matter to the race detector."""
@@ -316,7 +317,7 @@ def _fence(b: Builder, m: Mods):
     b.emit(lambda w, R, mask: None)
 
 
-# ---- instructions that only steer the machine ----------------------------------------------------------------------------
+# ---- instructions that only steer the machine ----------------------------------------------------------------------
 @opcode("setmaxnreg")
 def _setmaxnreg(b: Builder, m: Mods):
     """Register reallocation (9.7.19.5): the count is checked, nothing else happens here."""

@@ -154,7 +154,7 @@ def _match(b: Builder, m: Mods):
     b.emit(run)
 
 
-# ---- 8x8 matrices of 16-bit elements -------------------------------------------------------------------------------------
+# ---- 8x8 matrices of 16-bit elements -------------------------------------------------------------------------------
 def _matrix_op(b: Builder, m: Mods, load: bool):
     """ldmatrix / stmatrix, m8n8 b16: lanes 8i..8i+7 give the row addresses of matrix i (9.7.14.5.15, .16)."""
     m.last_type("b16")

@@ -2,8 +2,9 @@
 
 The four warps of a warpgroup each contribute their part; once all four have issued an instruction it may complete, in
 order within the warpgroup. It reads A and B and writes D when it completes. Until wgmma.wait_group has covered it, its
-registers belong to it (any other access is a Hazard), and registers touched since the last wgmma.fence must not be used
-by a new one (9.7.15.7.1).
+registers belong to it (any other access is a Hazard). Registers touched since the last wgmma.fence must not be used by a
+new one (9.7.15.7.1); as the code generator itself moves register writes past a fence, this is reported only when no
+fence at all was executed since the last commit.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ def _wgmma(b: Builder, m: Mods):
     keep = b.integer(b.operands(1)[0]) if kind == "wait_group" else b.operands(0) and None
 
     def fence(w, g):
-        w.unfenced = 0
+        w.unfenced, w.state["wgmma fenced"] = 0, True
         return True
 
     def commit(w, g):
         unit = unit_of(w)
+        w.state["wgmma fenced"] = False
         unit.groups[w.index % 4].append(unit.open[w.index % 4])
         unit.open[w.index % 4] = []
         return True
@@ -89,10 +91,11 @@ class _Issued:
     """One wgmma of a warpgroup, with the parts of the warps that have issued it so far."""
 
     def __init__(self, unit: Unit, shape: _Shape, run):
-        self.shape, self.parts = shape, [None] * 4
+        self.unit, self.shape, self.parts = unit, shape, [None] * 4
+        self.d_mask = self.a_mask = 0
         self.a_descriptor = self.b_descriptor = self.accumulate = None
-        self.limit = None           # what the race detector lets it rely on
-        self.tick = 0
+        self.limits = [None] * 4    # what the race detector lets each warp's part rely on
+        self.ticks = [0] * 4
         self.waiters: list = []
         self.op = AsyncOp(("wgmma", unit.number), "wgmma", shape.line, lambda: run(self), self.complete_parts)
 
@@ -109,10 +112,11 @@ class Unit:
         self.count = [0] * 4                        # instructions issued, per warp
         self.open: list[list] = [[] for _ in range(4)]
         self.groups: list[list] = [[] for _ in range(4)]
-        races = cta.races
-        self.agent = races.agent(("wgmma", number), f"the wgmma of warpgroup {number}") if races else None
+        # one agent per warp: a warp's wait covers its own part only, other warps may still be reading B
+        self.agents = [cta.races.agent(("wgmma", 4 * number + q), f"the wgmma of warp {4 * number + q}")
+                       for q in range(4)] if cta.races else []
 
-    def issue(self, w, shape: _Shape, part: _Operands, a_descriptor, b_descriptor, accumulate: bool, run) -> None:
+    def issue(self, w, shape: _Shape, part: _Operands, a_descriptor, b_descriptor, accumulate: bool, run) -> _Issued:
         q = w.index % 4
         if self.count[q] == len(self.issued):
             new = _Issued(self, shape, run)
@@ -127,14 +131,14 @@ class Unit:
                             f"(line {entry.shape.line}, descriptor {entry.b_descriptor:#x}, here {b_descriptor:#x})")
         entry.parts[q] = part
         if self.cta.races:
-            limit = self.cta.races.async_limit(w.clock)
-            entry.limit = limit if entry.limit is None else np.maximum(entry.limit, limit)
+            entry.limits[q] = self.cta.races.async_limit(w.clock)
         self.open[q].append(entry)
         w.registers_in_flight |= part.registers
         if entry.complete_parts():
             for other, group in entry.waiters:
                 other.wake(group)
             entry.waiters.clear()
+        return entry
 
     def wait(self, w, g, keep: int, line: int) -> bool:
         """Completes all but the newest `keep` groups; sleeps while another warp has not issued its part."""
@@ -148,7 +152,8 @@ class Unit:
                     g.pc -= 1
                     return w.sleep(g, _Partners(self.number, stuck))
                 if self.cta.races:
-                    w.clock[0, self.agent] = max(w.clock[0, self.agent], entry.tick)
+                    agent = self.agents[q]
+                    w.clock[0, agent] = max(w.clock[0, agent], entry.ticks[q])
         del groups[:max(len(groups) - keep, 0)]
         w.registers_in_flight = 0
         for entry in [*(e for group in groups for e in group), *self.open[q]]:
@@ -184,7 +189,7 @@ def unit_of(w) -> Unit:
     return unit
 
 
-# ---- fragments (9.7.15.5.1: register fragments of A and D) ----------------------------------------------------------------
+# ---- fragments (9.7.15.5.1: register fragments of A and D) ---------------------------------------------------------
 _ROW = LANES // 4
 
 
@@ -220,7 +225,7 @@ def write_d(parts: list, n: int, d_type: str, result: np.ndarray) -> None:
                 r[...] = tiles[q, i // 2 % 2, :, i // 4, :, i % 2].reshape(32)
 
 
-# ---- mma_async -------------------------------------------------------------------------------------------------------------
+# ---- mma_async -----------------------------------------------------------------------------------------------------
 def _mma_async(b: Builder, m: Mods) -> None:
     shape = _Shape(b, m)
     m.done()
@@ -253,19 +258,19 @@ def _mma_async(b: Builder, m: Mods) -> None:
         shared, races = cta.shared, cta.races
         layout_b = (mx.wgmma_descriptor(entry.b_descriptor), not trans_b, shape.n, shape.k)
         matrix_b = mx.gather(shared, *layout_b, shape.b)
-        used = [(layout_b, mx.ELEMENT_BYTES[shape.b])]
         if from_registers:
             matrix_a = a_fragment(entry.parts, shape.a)
         else:
             layout_a = (mx.wgmma_descriptor(entry.a_descriptor), not trans_a, 64, shape.k)
             matrix_a = mx.gather(shared, *layout_a, shape.a)
-            used.append((layout_a, mx.ELEMENT_BYTES[shape.a]))
         if races:
-            agent = races.agent(("wgmma", entry.parts[0].warp.index // 4), "")
-            entry.tick = races.tick(agent)
-            entry.limit[agent] = entry.tick
-            for layout, size in used:
-                races.read(agent, entry.limit, entry.tick, mx.touched_granules(*layout, size, races.shift), shape.line)
+            used = mx.touched_granules(*layout_b, mx.ELEMENT_BYTES[shape.b], races.shift)
+            if not from_registers:
+                used_a = mx.touched_granules(*layout_a, mx.ELEMENT_BYTES[shape.a], races.shift)
+                used = np.union1d(used, used_a)
+            for q, agent in enumerate(entry.unit.agents):
+                entry.ticks[q] = entry.limits[q][agent] = races.tick(agent)
+                races.read(agent, entry.limits[q], entry.ticks[q], used, shape.line)
         c = read_d(entry.parts, shape.n, shape.d) if entry.accumulate else None
         if shape.integer:
             result = mx.multiply_integer(matrix_a, matrix_b, c, shape.saturate)
@@ -278,7 +283,7 @@ def _mma_async(b: Builder, m: Mods) -> None:
     def run(w, g):
         unit = unit_of(w)
         R = w.R
-        if w.unfenced & (d_mask | a_mask):
+        if w.unfenced & (d_mask | a_mask) and not w.state.get("wgmma fenced"):
             raise Hazard(f"{w.name}, line {shape.line}: wgmma.fence is missing: registers were accessed since the last "
                          f"one: {shape.text}")
         for entry in unit.in_flight(w.index % 4):
@@ -288,9 +293,8 @@ def _mma_async(b: Builder, m: Mods) -> None:
                 raise Hazard(f"{w.name}, line {shape.line}: uses registers of the wgmma of line {entry.shape.line}, which "
                              "is still in flight")
         part = _Operands(w, [R[s] for s in d], [R[s] for s in a], d_mask | a_mask)
-        unit.issue(w, shape, part, None if a_descriptor is None else int(R[a_descriptor][0]), int(R[b_descriptor][0]),
-                   bool(R[scale_d][0]), perform)
-        entry = unit.issued[unit.count[w.index % 4] - 1]
+        entry = unit.issue(w, shape, part, None if a_descriptor is None else int(R[a_descriptor][0]),
+                           int(R[b_descriptor][0]), bool(R[scale_d][0]), perform)
         entry.d_mask, entry.a_mask = d_mask, a_mask
         return True
     b.control(run)
