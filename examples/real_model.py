@@ -98,11 +98,15 @@ def capture(layers: int, tokens: int) -> dict:
     require_packages()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from pydoc_data import topics
+
     from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     directory = model_directory()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -24,9 +25,19 @@ def _require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_query(q: torch.Tensor, cache: PagedKVCache, batch: int) -> None:
+def _check_types(cache: PagedKVCache, **tensors: torch.Tensor | None) -> None:
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"cache must be a foscar.PagedKVCache, not {type(cache).__name__}")
+    _check_tensors(**tensors)
+
+
+def _check_tensors(**tensors: torch.Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+
+
+def _check_query(q: torch.Tensor, cache: PagedKVCache, batch: int) -> None:
     _require(q.dtype in Q_DTYPES, f"q must be bfloat16 or float16, not {q.dtype}")
     _require(
         q.ndim == 3 and q.shape[0] == batch and q.shape[2] == cache.head_dim,
@@ -42,7 +53,7 @@ def _check_int32(name: str, x: torch.Tensor, ndim: int, device: torch.device) ->
         x.dtype == torch.int32 and x.ndim == ndim,
         f"{name} must be int32 with {ndim} dimension{'s' * (ndim > 1)}, not {x.dtype} {list(x.shape)}",
     )
-    _require(x.device == device, f"{name} is on {x.device}, the cache on {device}")
+    _require(x.device == device, f"{name} is on {x.device}, not on {device}")
 
 
 def _check_scale(sm_scale: float | None, head_dim: int) -> float:
@@ -61,26 +72,29 @@ def _check_result(name: str, x: torch.Tensor, shape: tuple, dtype: torch.dtype, 
 
 def _check_pages(cache: PagedKVCache, tables: Tables) -> None:
     """Page ids and lengths against the cache; waits for the device."""
-    lengths = tables.lengths.tolist()
-    rows, starts = tables.pages.cpu(), None if tables.indptr is None else tables.indptr.tolist()
-    for b, length in enumerate(lengths):
-        row = rows[b] if starts is None else rows[starts[b] : starts[b + 1]]
-        pages = -(-length // cache.page_size)
-        _require(0 <= pages <= len(row), f"request {b} has {length} tokens but {len(row)} pages of {cache.page_size}")
-        used = row[:pages]
-        bad = used[(used < 0) | (used >= cache.num_pages)]
-        _require(len(bad) == 0, f"request {b} names page {bad[:1].tolist()}, outside 0 .. {cache.num_pages - 1}")
+    lengths, rows = tables.lengths.tolist(), tables.pages.cpu()
+    if tables.indptr is not None:
+        starts = tables.indptr.tolist()
+        ok = 0 <= starts[0] and starts[-1] <= len(rows) and all(a <= b for a, b in itertools.pairwise(starts))
+        _require(ok, f"indptr must ascend within the {len(rows)} entries of indices")
+        rows = [rows[a:b] for a, b in itertools.pairwise(starts)]
+    for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        fits = 0 <= length <= len(row) * cache.page_size
+        _require(fits, f"request {b} has {length} tokens and {len(row)} pages of {cache.page_size}")
+        used = row[: -(-length // cache.page_size)]
+        bad = used[(used < 0) | (used >= cache.num_pages)].tolist()
+        _require(not bad, f"request {b} uses page {bad[:1]}; the cache has pages 0 .. {cache.num_pages - 1}")
 
 
 def _readable(q: torch.Tensor) -> torch.Tensor:
     """q, or a copy where the kernel's loads of 4 or 8 bytes could not follow its strides."""
     width = 4 * (q.shape[2] // 64)
     aligned = q.data_ptr() % width == 0 and all(2 * s % width == 0 for s in q.stride()[:2])
-    return q if q.stride(2) == 1 and aligned else q.contiguous()
+    return q if q.stride(2) == 1 and aligned else q.clone(memory_format=torch.contiguous_format)
 
 
-def _dense(tables: Tables, page_size: int) -> Tables:
-    """The dense block table that the torch backend takes."""
+def _dense(tables: Tables) -> Tables:
+    """The dense block table that the torch backend takes, from checked tables."""
     if tables.indptr is None:
         return tables
     starts = tables.indptr.long()
@@ -97,7 +111,8 @@ def _config(cache: PagedKVCache, heads: int, dtype: torch.dtype, tile: TileConfi
     _require(group <= MAX_HEADS, f"the Hopper kernel takes 1 to {MAX_HEADS} query heads per KV head, not {group}")
     arch = device_arch(cache.device)
     if arch != ARCH:
-        raise UnsupportedDeviceError(f"there is a kernel for {ARCH} (Hopper: H100, H200) only, not for {arch}")
+        raise UnsupportedDeviceError(f"there is a kernel for {ARCH} (Hopper: H100, H200) only, not for {arch}; "
+                                     f"backend='torch' runs anywhere")  # fmt: skip
     return DecodeConfig(cache.format, cache.head_dim, cache.page_size, -(-group // 4) * 4, Q_DTYPES[dtype],
                         tile or TileConfig())  # fmt: skip
 
@@ -111,10 +126,12 @@ def _backend(name: str, cache: PagedKVCache) -> str:
     return name
 
 
+@torch.no_grad()
 def _decode(q, cache, tables, sm_scale, out, lse, lse_base, backend, tile, buffers):
     """Checked arguments to results; ``lse`` is a tensor to fill or None."""
     if backend == "torch":
-        dense = _dense(tables, cache.page_size)
+        _check_pages(cache, tables)
+        dense = _dense(tables)
         result, log_sum = decode_folded(q, cache, dense.pages, dense.lengths, sm_scale)
         out.copy_(result)
         if lse is not None:
@@ -173,7 +190,7 @@ def decode_attention(
         lse_base: 2 (FlashInfer's convention) or "e" (FlashAttention's, vLLM's).
         backend: "auto": the kernel on a GPU, torch elsewhere; "cuda": the kernel; "torch": the folded torch route.
         tile: tuning knobs of the kernel (foscar.TileConfig); None: the default.
-        check: verify lengths and page ids first (waits for the device).
+        check: verify lengths and page ids first (waits for the device); the torch backend always does.
 
     Returns:
         out of q's dtype, or (out, lse).  On a GPU the call returns before the work is done; it uses the current
@@ -185,6 +202,7 @@ def decode_attention(
         FormatError: a format, head_dim or page size that the kernel does not take.
         UnsupportedDeviceError: a GPU that there is no kernel for.
     """
+    _check_types(cache, q=q, block_table=block_table, seq_lens=seq_lens, out=out)
     _check_int32("seq_lens", seq_lens, 1, cache.device)
     _check_int32("block_table", block_table, 2, cache.device)
     batch = seq_lens.shape[0]
@@ -214,6 +232,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
     def __init__(self, device: torch.device | str | None = None, max_batch: int | None = None):
         self.device = None if device is None else torch.device(device)
+        if self.device is not None and self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())  # as a tensor names it
         self.max_batch = max_batch
         self._tables: Tables | None = None
         self._buffers: dict[tuple, Buffers] = {}
@@ -258,23 +278,30 @@ class BatchDecodeWithPagedKVCacheWrapper:
         _require(q_data_type in Q_DTYPES, f"q must be bfloat16 or float16, not {q_data_type}")
         _require(lse_base in LSE_BASES, f"lse_base must be 2 or 'e', not {lse_base!r}")
         _require(backend in BACKENDS, f"backend must be one of {BACKENDS}, not {backend!r}")
-        dense = block_table is not None and seq_lens is not None
-        compressed = indptr is not None and indices is not None and last_page_len is not None
-        _require(dense != compressed, "plan takes either indptr, indices, last_page_len or block_table, seq_lens")
-        device = self.device or (block_table if dense else indices).device
-        self._tables = self._dense(block_table, seq_lens, device) if dense else self._compressed(
-            indptr, indices, last_page_len, page_size, device)  # fmt: skip
-        layout = (KVFormat.int2() if format is None else format).layout(head_dim, page_size)
-        self._expected = (layout, num_kv_heads, num_qo_heads, q_data_type)
-        self._options = (_check_scale(sm_scale, head_dim), lse_base, backend, tile)
-        self._batch = self._tables.lengths.shape[0]
+        compressed, dense = (indptr, indices, last_page_len), (block_table, seq_lens)
+        given = [tables for tables in (compressed, dense) if any(x is not None for x in tables)]
         _require(
-            self.max_batch is None or self._batch <= self.max_batch,
-            f"a batch of {self._batch} is larger than max_batch = {self.max_batch}",
+            len(given) == 1 and all(x is not None for x in given[0]),
+            "plan takes either indptr, indices, last_page_len or block_table, seq_lens",
+        )
+        _check_tensors(
+            indptr=indptr, indices=indices, last_page_len=last_page_len, block_table=block_table, seq_lens=seq_lens
+        )
+        layout = (KVFormat.int2() if format is None else format).layout(head_dim, page_size)
+        options = (_check_scale(sm_scale, head_dim), lse_base, backend, tile)
+        device = self.device or given[0][1].device
+        tables = self._dense(*dense, device) if given[0] is dense else self._compressed(*compressed, page_size, device)
+        batch = tables.lengths.shape[0]
+        _require(
+            self.max_batch is None or batch <= self.max_batch,
+            f"a batch of {batch} is larger than max_batch = {self.max_batch}",
         )
         if device.type == "cuda" and backend != "torch":
             probe = PagedKVCache(0, page_size, num_kv_heads, head_dim, layout.format, device)
-            self._workspace(probe, num_qo_heads, q_data_type)
+            self._workspace(_config(probe, num_qo_heads, q_data_type, tile), probe, num_qo_heads, batch)
+        self._tables = self._in_place(tables)
+        self._expected = (layout, num_kv_heads, num_qo_heads, q_data_type)
+        self._options, self._batch = options, batch
 
     @staticmethod
     def _dense(block_table, seq_lens, device) -> Tables:
@@ -285,12 +312,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
             f"block_table has {block_table.shape[0]} rows for {seq_lens.shape[0]} requests",
         )
         _require(
-            block_table.stride(1) == 1 and seq_lens.is_contiguous(),
+            (block_table.stride(1) == 1 or block_table.shape[1] == 1) and seq_lens.is_contiguous(),
             "plan keeps block_table and seq_lens: their last dimension must be contiguous",
         )
         return Tables(block_table, seq_lens)
 
-    def _compressed(self, indptr, indices, last_page_len, page_size, device) -> Tables:
+    @staticmethod
+    def _compressed(indptr, indices, last_page_len, page_size, device) -> Tables:
         for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
             _check_int32(name, x, 1, device)
             _require(x.is_contiguous(), f"plan keeps {name}: it must be contiguous")
@@ -299,15 +327,24 @@ class BatchDecodeWithPagedKVCacheWrapper:
             f"indptr has {indptr.shape[0]} entries for {last_page_len.shape[0]} requests; it needs one more than those",
         )
         pages = indptr[1:] - indptr[:-1]
+        if device.type == "cpu":
+            bad = (pages > 0) & ((last_page_len < 1) | (last_page_len > page_size))
+            _require(not bad.any(), f"last_page_len must be 1 .. {page_size}, not {last_page_len[bad][:1].tolist()}")
         lengths = torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)
-        old = self._tables.lengths if self._tables is not None and self._tables.indptr is not None else None
-        if old is not None and old.shape == lengths.shape and old.device == lengths.device:
-            lengths = old.copy_(lengths)  # the same storage, for a captured graph
         return Tables(indices, lengths.to(torch.int32), indptr)
 
-    def _workspace(self, cache: PagedKVCache, heads: int, dtype: torch.dtype) -> Buffers:
-        config = _config(cache, heads, dtype, self._options[3])
-        group, batch = heads // cache.num_kv_heads, self.max_batch or self._batch
+    def _in_place(self, tables: Tables) -> Tables:
+        """Derived lengths in the storage of the last plan's, which a captured graph reads."""
+        old, new = self._tables, tables.lengths
+        if tables.indptr is None or old is None or old.indptr is None:
+            return tables
+        if old.lengths.shape != new.shape or old.lengths.device != new.device:
+            return tables
+        return Tables(tables.pages, old.lengths.copy_(new), tables.indptr)
+
+    def _workspace(self, config: DecodeConfig, cache: PagedKVCache, heads: int, batch: int) -> Buffers:
+        """The workspace for one kind of launch, made where there is none or a smaller one."""
+        group, batch = heads // cache.num_kv_heads, self.max_batch or batch
         key = (config, cache.device, cache.num_kv_heads, group)
         old = self._buffers.get(key)
         if old is None or old.splits.numel() < 2 * batch * cache.num_kv_heads:
@@ -334,6 +371,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             out, or (out, lse) with ``return_lse``; see :func:`decode_attention`.
         """
         _require(self._tables is not None, "call plan before run")
+        _check_types(cache, q=q, out=out, lse=lse)
         layout, kv_heads, heads, dtype = self._expected
         _check_query(q, cache, self._batch)
         _require(
@@ -352,6 +390,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         scale, lse_base, backend, tile = self._options
         backend = _backend(backend, cache)
         out, lse = _results(q, out, lse, return_lse)
-        buffers = self._workspace(cache, heads, dtype) if backend == "cuda" else None
+        buffers = None
+        if backend == "cuda":
+            buffers = self._workspace(_config(cache, heads, dtype, tile), cache, heads, self._batch)
         _decode(q, cache, self._tables, scale, out, lse, lse_base, backend, tile, buffers)
         return (out, lse) if return_lse else out

@@ -12,7 +12,7 @@ import torch
 
 from foscar.common import append as _append
 from foscar.common.formats import KVFormat, RecordLayout
-from foscar.common.pack import record_tables, unpack_record
+from foscar.common.pack import TensorTable, record_tables, unpack_tensor
 from foscar.common.quantize import Quantized, dequantize
 
 ALIGNMENT = 16  # bytes: what a bulk copy needs of the base address and of every stride
@@ -127,15 +127,17 @@ class PagedKVCache:
         for write in writes:
             write.store(self.data)
 
-    def read_pages(self, page_ids: torch.Tensor) -> tuple[Quantized, Quantized]:
-        """(K, V) of whole pages (int64 [n], each in range) as of :func:`foscar.common.pack.unpack_record`."""
-        return unpack_record(self.layout, self.data.index_select(0, page_ids))
-
-    def read_tokens(self, block_table_row: torch.Tensor, start: int, stop: int) -> tuple[Quantized, Quantized]:
-        """(K, V) of one request's tokens ``start:stop`` in codes; ``start`` is a multiple of the page size.
+    def read_tokens(
+        self, block_table_row: torch.Tensor, start: int, stop: int, sides: str = "kv"
+    ) -> tuple[Quantized, ...]:
+        """(K, V), or only the ``sides`` asked for, of one request's tokens ``start:stop`` in codes.
 
         Parameters of axis "channel" come per stored group (``record_tables(layout, device).k.group`` tokens, the last
         may be partial).  Rows beyond ``stop`` and page ids beyond the last page needed are not looked at.
+
+        Args:
+            block_table_row: int32 [max_pages].
+            start: a multiple of the page size.
         """
         page = self.page_size
         if start % page or not 0 <= start <= stop or -(-stop // page) > block_table_row.shape[0]:
@@ -145,9 +147,10 @@ class PagedKVCache:
         ids = block_table_row[start // page : -(-stop // page)].long()
         if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= self.num_pages)).any()):
             raise ValueError(f"block_table holds a page id outside 0 .. {self.num_pages - 1} below the length")
+        records = self.data.index_select(0, ids)
         tables = record_tables(self.layout, self.device)
-        k, v = self.read_pages(ids)
-        return tuple(_first_tokens(x, table, stop - start) for x, table in ((k, tables.k), (v, tables.v)))
+        wanted = (getattr(tables, side) for side in sides)
+        return tuple(_first_tokens(unpack_tensor(self.layout, t, records), t, stop - start) for t in wanted)
 
     def dequantize_request(
         self, block_table_row: torch.Tensor, length: int, dtype: torch.dtype = torch.float64
@@ -164,7 +167,7 @@ class PagedKVCache:
         )
 
 
-def _first_tokens(x: Quantized, table, count: int) -> Quantized:
+def _first_tokens(x: Quantized, table: TensorTable, count: int) -> Quantized:
     """The first ``count`` tokens of whole pages, without the slack rows and the groups that hold only slack."""
     params = count if table.format.axis == "token" else -(-count // table.group)
     return Quantized(x.codes[:count], x.scale[:params], x.bias[:params])

@@ -12,19 +12,35 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 
 @dsl_user_op
-def _pure(result_type, operands, text, constraints, *, loc=None, ip=None):
+def _asm(result_type, operands, text, constraints, effects, *, loc=None, ip=None):
     values = [x.ir_value(loc=loc, ip=ip) for x in operands]
     return llvm.inline_asm(
         result_type,
         values,
         text,
         constraints,
-        has_side_effects=False,
+        has_side_effects=effects,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
         loc=loc,
         ip=ip,
     )
+
+
+def _pure(result_type, operands, text, constraints):
+    return _asm(result_type, operands, text, constraints, False)
+
+
+def store_shared_where(condition, address, word) -> None:
+    """Store a word where ``condition`` (per lane) holds, by a predicate: a branch would split the wgmmas around it."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.b32 [$1], $2; }"
+    _asm(None, [Int32(condition), Int32(address), Uint32(word)], text, "r,r,r,~{memory}", True)
+
+
+def arrive_where(condition, barrier) -> None:
+    """Arrive at an mbarrier (a shared address) where ``condition`` (per lane) holds, by a predicate."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1]; }"
+    _asm(None, [Int32(condition), Int32(barrier)], text, "r,r,~{memory}", True)
 
 
 def fma(a, b, c) -> Float32:

@@ -186,17 +186,17 @@ def _dequantized_attention(q, cache, block_table, seq_lens, sm_scale, rounded, d
             continue
         blocks = [(i, min(i + block_tokens, length)) for i in range(0, length, block_tokens)]
 
-        def read(which, start, stop, row=block_table[b]):
-            table = (tables.k, tables.v)[which]
-            x = cache.read_tokens(row, start, stop)[which]
+        def read(side, start, stop, row=block_table[b]):
+            table = getattr(tables, side)
+            (x,) = cache.read_tokens(row, start, stop, side)
             return rounded(dequantize(x, table.format, group=table.group, dtype=dtype))
 
-        s = torch.cat([torch.einsum("hgc,nhc->hgn", q[b], read(0, *block)) for block in blocks], dim=-1) * sm_scale
+        s = torch.cat([torch.einsum("hgc,nhc->hgn", q[b], read("k", *block)) for block in blocks], dim=-1) * sm_scale
         maximum = s.amax(-1, keepdim=True)
         p = torch.exp(s - maximum)
         total = p.sum(-1)
         p = rounded(p)
-        acc = sum(torch.einsum("hgn,nhc->hgc", p[..., i:j], read(1, i, j)) for i, j in blocks)
+        acc = sum(torch.einsum("hgn,nhc->hgc", p[..., i:j], read("v", i, j)) for i, j in blocks)
         out[b] = acc / total[..., None]
         lse[b] = maximum[..., 0] + total.log()
     return out.flatten(1, 2), lse.flatten(1, 2)

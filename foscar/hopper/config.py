@@ -27,12 +27,13 @@ class ConfigError(ValueError):
 class TileConfig:
     """What may be tuned without changing any result beyond rounding."""
 
-    math_warpgroups: int = 3
+    # None: 3, but 2 with twice the registers where a thread holds three or four heads.
+    math_warpgroups: int | None = None
     # Stages of TILE_TOKENS tokens in flight per math warpgroup; None: as many as fit, at most MAX_STAGES.
     kv_stages: int | None = None
     # Registers of a thread after setmaxnreg; the pool is what the launch gives. None: all that load warps leave.
     math_registers: int | None = None
-    load_registers: int = 24
+    load_registers: int = 32  # 24 spill
 
     MAX_STAGES = 6
 
@@ -95,6 +96,12 @@ class DecodeConfig:
         return self.heads // 4
 
     @property
+    def warpgroups(self) -> int:
+        """Math warpgroups, each with a load warp."""
+        default = 3 if self.heads_per_thread <= 2 else 2
+        return default if self.tile.math_warpgroups is None else self.tile.math_warpgroups
+
+    @property
     def query_bytes(self) -> int:
         return self.columns * self.head_dim
 
@@ -117,12 +124,12 @@ class DecodeConfig:
         t = self.tile
         if t.kv_stages is not None:
             return t.kv_stages
-        room = SHARED_BYTES - STATIC_BYTES - t.math_warpgroups * self.workspace_bytes
-        return min(t.MAX_STAGES, room // (t.math_warpgroups * self.stage_bytes))
+        room = SHARED_BYTES - STATIC_BYTES - self.warpgroups * self.workspace_bytes
+        return min(t.MAX_STAGES, room // (self.warpgroups * self.stage_bytes))
 
     @property
     def threads(self) -> int:
-        return 128 * (self.tile.math_warpgroups + 1)
+        return 128 * (self.warpgroups + 1)
 
     @property
     def launch_registers(self) -> int:
@@ -135,12 +142,12 @@ class DecodeConfig:
         if t.math_registers is not None:
             return t.math_registers
         pool = self.launch_registers * self.threads // 128
-        return min((pool - t.load_registers) // t.math_warpgroups // 8 * 8, 240)
+        return min((pool - t.load_registers) // self.warpgroups // 8 * 8, 240)
 
     def check(self) -> None:
         """Raise :class:`ConfigError` with the arithmetic where the configuration does not fit the SM."""
         t = self.tile
-        w = t.math_warpgroups
+        w = self.warpgroups
         if w not in (1, 2, 3):
             raise ConfigError(f"math_warpgroups must be 1, 2 or 3 (one load warp each), not {w}")
         shared = w * (self.stages * self.stage_bytes + self.workspace_bytes) + STATIC_BYTES
@@ -162,7 +169,7 @@ class DecodeConfig:
 
     def describe(self) -> str:
         """The arithmetic of :meth:`check` as text."""
-        w = self.tile.math_warpgroups
+        w = self.warpgroups
         shared = w * (self.stages * self.stage_bytes + self.workspace_bytes) + STATIC_BYTES
         return (
             f"{w} math warpgroups x {self.stages} stages x {self.stage_bytes} B "

@@ -48,7 +48,7 @@ class HopperDecode:
     def __init__(self, config: DecodeConfig, device: torch.device):
         self.config, self.device = config, device
         self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
-        self.workers = self.ctas * config.tile.math_warpgroups
+        self.workers = self.ctas * config.warpgroups
         combine = CombineConfig(config.head_dim, config.q_dtype)
         self._launches = [
             load_kernel(jit.load_or_compile(name, c, ARCH, f"{BUILD}:{function}"), device.index).prepare(

@@ -14,11 +14,12 @@ Edges::
     math --empty[slot]-> load     4 arrivals, one per math warp, after V's words are in registers
     math: barrier w + 1, 128 threads, twice a tile (maxima; P^T stored), once per item for Q, once for its sums
 
-One tile, in the order of the data::
+One tile i, in the order of the data (the scores of tile i + 1 are computed under the softmax of tile i)::
 
     load:  pages -> slot
-    math:  wait full | K words -> e4m3 A registers | QK wgmma .. | parameters | wait | fold, maxima | barrier |
-           exp2, P^T -> shared | barrier | V words, release slot | u8 A registers | PV wgmma .. | wait | promote
+    math:  wait full[i + 1] | parameters, V words of i -> registers | S_i folded | K words of i + 1 -> u8 A registers,
+           Q K^T .. | maxima, barrier | exp2, P^T -> shared | V words -> u8 A registers, release slot i | barrier |
+           P V .. | wait for both products | promote
 
 While one warpgroup waits, the other two issue; that is why W = 3.
 """
@@ -96,28 +97,32 @@ def _thread(cfg: DecodeConfig, shared, worker, warp, lane) -> Thread:
     )
 
 
-@cute.jit
-def _release(barrier: cute.Pointer) -> None:
+def _release(barrier: cute.Pointer, lane) -> None:
     """The warp has read all it needs of a slot."""
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
+    device.arrive_where(lane == 0, barrier.toint())
 
 
 @cute.jit
-def _tile(me: Thread, shared, state, operands: tuple, factor: list, q_sum: list, slot: Int32, phase: Int32,
-          valid: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """One tile of ``valid`` tokens (more than TILE_TOKENS: a full one)."""
+def _tile(me: Thread, shared, state, s: list, operands: tuple, factor: list, q_sum: list, slot: Int32, ahead: Int32,
+          valid: Int32, last: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """One tile, whose scores are in ``s``: softmax, P V, and meanwhile Q K^T of the tile in slot ``ahead``.
+
+    ``last``: nothing is ahead, and only ``valid`` tokens may count (more than TILE_TOKENS: all).
+    """
     at = slot * cfg.stage_bytes
-    cute.arch.mbarrier_wait(shared.full + slot, phase)
-    s = qk.scores(me.k + at, operands[0], cfg)
     params = softmax.load_params(me.k_params + at, me.v_params + at, cfg)
-    warpgroup.wait_group(0)
-    softmax.mask_params(params, 32 * me.warp + 4 * (me.lane // 4), valid)
-    sums = softmax.probabilities(s, params, factor, q_sum, shared, me.probs, me.warp, me.lane, me.barrier, cfg)
+    if cutlass.const_expr(last):
+        softmax.mask_params(params, 32 * me.warp + 4 * (me.lane // 4), valid)
     words = pv.load_words(me.v + at, cfg)
-    d = pv.accumulate(words, me.masks, operands[1], cfg)
-    _release(shared.empty + slot)
+    w = softmax.fold_scores(s, params, factor, q_sum, cfg)
+    if cutlass.const_expr(not last):
+        qk.scores(s, me.k + ahead * cfg.stage_bytes, operands[0], cfg)
+    sums = softmax.probabilities(w, params, shared, me.probs, me.warp, me.lane, me.barrier, cfg)
+    codes = pv.unpack(words, me.masks, cfg)
+    _release(shared.empty + slot, me.lane)
+    cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
+    d = pv.accumulate(codes, operands[1], cfg)
     warpgroup.wait_group(0)
     softmax.promote(state, sums, d, cfg)
 
@@ -132,7 +137,8 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
         smem.fragments(pv.make_mma(cfg), shared.probs_operand, thread),
     )
     state = softmax.new_state(cfg)
-    work = schedule.start(args, worker, cfg.tile.math_warpgroups, lane)
+    s = qk.accumulators(cfg)
+    work = schedule.start(args, worker, cfg.warpgroups, lane)
     lengths = schedule.lengths_of(args)
     request, head, tile, position, left = work.request, work.head, work.tile, work.position, work.left
     slot = Int32(0)
@@ -149,13 +155,23 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
             pair = device.load_shared(shared.factors + 8 * (lane % 4 + 4 * j), 2)
             factor.append(pair[0].bitcast(Float32))
             q_sum.append(pair[1].bitcast(Float32))
-        for i in cutlass.range(n, unroll=1):
-            valid = length - (tile + i) * TILE_TOKENS
-            _tile(me, shared, state, operands, factor, q_sum, slot, phase, valid, cfg)
-            slot = slot + 1
-            if slot == cfg.stages:
-                slot = Int32(0)
-                phase = phase ^ 1
+        cute.arch.mbarrier_wait(shared.full + slot, phase)
+        qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
+        warpgroup.wait_group(0)
+        for _ in cutlass.range(n - 1, unroll=1):
+            ahead = slot + 1
+            wrap = Int32(ahead == cfg.stages)
+            ahead = ahead - cfg.stages * wrap
+            phase = phase ^ wrap
+            cute.arch.mbarrier_wait(shared.full + ahead, phase)
+            _tile(me, shared, state, s, operands, factor, q_sum, slot, ahead, Int32(0), False, cfg)
+            slot = ahead
+        valid = length - (tile + n - 1) * TILE_TOKENS
+        _tile(me, shared, state, s, operands, factor, q_sum, slot, slot, valid, True, cfg)
+        slot = slot + 1
+        if slot == cfg.stages:
+            slot = Int32(0)
+            phase = phase ^ 1
         here = work.at(request, head, tile, position, left)
         store.finish(args, state, here, tiles, n, shared, warp, lane, me.barrier, cfg)
         left = left - n
@@ -185,7 +201,7 @@ def decode_kernel(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64,
     cute.arch.sync_threads()
     if warp < 4:
         cute.arch.setmaxregister_decrease(cfg.tile.load_registers)
-        if warp < cfg.tile.math_warpgroups:
+        if warp < cfg.warpgroups:
             load.load_warp(args, ledger.of(cfg, warp), warp, thread % 32, cfg)
     else:
         cute.arch.setmaxregister_increase(cfg.math_registers)

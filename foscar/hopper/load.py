@@ -55,7 +55,7 @@ def load_warp(args, shared, local: Int32, lane: Int32, cfg: cutlass.Constexpr) -
     """Walk the worker's range; page ids are fetched 32 at a time, one chunk ahead."""
     per_tile = cfg.pages_per_tile
     chunk = 32 // per_tile  # tiles whose page ids one register of the warp holds
-    work = schedule.start(args, local, cfg.tile.math_warpgroups, lane)
+    work = schedule.start(args, local, cfg.warpgroups, lane)
     lengths = schedule.lengths_of(args)
     request, head, tile, left = work.request, work.head, work.tile, work.left
     slot = Int32(0)

@@ -83,13 +83,9 @@ def load_words(stage: Int32, cfg: cutlass.Constexpr) -> list:
 
 
 @cute.jit
-def accumulate(words: list, masks: list, operand: cute.Tensor, cfg: cutlass.Constexpr):
-    """Issue the products of one tile without waiting; returns the int32 accumulator.
-
-    Element ``m * 2 * heads_per_thread * 2 + 4 j + 2 rh + term``: row block ``2 m + rh``, head ``t + 4 j``.
-    """
-    mma = make_mma(cfg)  # local: its accumulate flag changes below
-    d = cute.make_rmem_tensor(mma.partition_shape_C((cfg.head_dim, cfg.columns)), Int32)
+def unpack(words: list, masks: list, cfg: cutlass.Constexpr) -> cute.Tensor:
+    """The words as wgmma's A registers."""
+    mma = make_mma(cfg)
     a = mma.make_fragment_A(mma.partition_shape_A((cfg.head_dim, TILE_TOKENS)))
     per_group = len(words[0])
     for group in cutlass.range_constexpr(GROUPS):
@@ -98,6 +94,17 @@ def accumulate(words: list, masks: list, operand: cute.Tensor, cfg: cutlass.Cons
                 m, rh = divmod(p * per_group + u, 2)
                 registers = cute.recast_tensor(a[None, m, group // 2], Uint32)
                 registers[rh + 2 * (group % 2)] = words[group][u] & mask
+    return a
+
+
+@cute.jit
+def accumulate(a: cute.Tensor, operand: cute.Tensor, cfg: cutlass.Constexpr):
+    """Issue the products of one tile without waiting; returns the int32 accumulator.
+
+    Element ``m * 2 * heads_per_thread * 2 + 4 j + 2 rh + term``: row block ``2 m + rh``, head ``t + 4 j``.
+    """
+    mma = make_mma(cfg)  # local: its accumulate flag changes below
+    d = cute.make_rmem_tensor(mma.partition_shape_C((cfg.head_dim, cfg.columns)), Int32)
     warpgroup.fence()
     for k in cutlass.range_constexpr(TILE_TOKENS // 32):
         mma.set(warpgroup.Field.ACCUMULATE, k != 0)

@@ -33,6 +33,12 @@ def make_mma(cfg: DecodeConfig) -> cute.TiledMma:
     return cute.make_tiled_mma(op)
 
 
+def accumulators(cfg: DecodeConfig) -> list[cute.Tensor]:
+    """int32, one per 64 tokens; element ``4 j + 2 rh + term`` is token half ``rh``, head ``t + 4 j``."""
+    shape = make_mma(cfg).partition_shape_C((64, cfg.columns))
+    return [cute.make_rmem_tensor(shape, Int32) for _ in range(HALVES)]
+
+
 def block_offset(cfg: DecodeConfig, block):
     """Where 16-token block ``block`` (a run-time value) of a tile begins: its page's record, its token in the page."""
     per_page = cfg.page_size // 16
@@ -57,22 +63,19 @@ def unpack(word: Uint32, bits: int) -> list[Uint32]:
 
 
 @cute.jit
-def scores(stage: Int32, operand: cute.Tensor, cfg: cutlass.Constexpr) -> list[cute.Tensor]:
+def scores(s: list, stage: Int32, operand: cute.Tensor, cfg: cutlass.Constexpr) -> None:
     """Issue the products of one tile, one wgmma group per 64 tokens, without waiting.
 
     Args:
+        s: :func:`accumulators`; valid after the groups are waited for.
         stage: shared address of this thread's first vector of K.
         operand: Q^T as B fragments.
-
-    Returns:
-        HALVES int32 accumulators; element ``4 j + 2 rh + term`` is token half ``rh``, head ``t + 4 j``.
     """
     mma = make_mma(cfg)  # local: its accumulate flag changes below
     bits = cfg.format.k.bits
     words_per_row = cfg.layout.k_row_bytes // 16
     vector = cfg.layout.k_vector_words
     planes = 2 * words_per_row // vector
-    result = []
     for i in cutlass.range_constexpr(HALVES):
         a = mma.make_fragment_A(mma.partition_shape_A((64, cfg.head_dim)))
         registers = cute.recast_tensor(a, Uint32)
@@ -82,11 +85,8 @@ def scores(stage: Int32, operand: cute.Tensor, cfg: cutlass.Constexpr) -> list[c
             for p, code in enumerate(unpack(loaded[j // vector][j % vector], bits)):
                 step, half = divmod(p * words_per_row + u, 2)
                 registers[4 * step + 2 * half + row] = code
-        s = cute.make_rmem_tensor(mma.partition_shape_C((64, cfg.columns)), Int32)
         warpgroup.fence()
         for k in cutlass.range_constexpr(cfg.head_dim // 32):
             mma.set(warpgroup.Field.ACCUMULATE, k != 0)
-            cute.gemm(mma, s, a[None, None, k], operand[None, None, k], s)
+            cute.gemm(mma, s[i], a[None, None, k], operand[None, None, k], s[i])
         warpgroup.commit_group()
-        result.append(s)
-    return result

@@ -54,7 +54,7 @@ def fragments(mma: cute.TiledMma, operand: cute.Tensor, thread) -> cute.Tensor:
 
 def _operand_layout(cfg: DecodeConfig, dtype, contraction: int):
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_INTER, dtype)
-    w = cfg.tile.math_warpgroups
+    w = cfg.warpgroups
     return cute.tile_to_shape(atom, (cfg.columns, contraction, w), order=(0, 1, 2))
 
 
@@ -92,7 +92,7 @@ class Ledger:
 
 
 def allocate(cfg: DecodeConfig) -> Ledger:
-    w = cfg.tile.math_warpgroups
+    w = cfg.warpgroups
     allocator = cutlass.memory.SmemAllocator()
     ring = allocator.allocate_tensor(Uint8, cute.make_layout(w * cfg.stages * cfg.stage_bytes), byte_alignment=128)
     query_layout = _operand_layout(cfg, Int8, cfg.head_dim)
@@ -107,7 +107,7 @@ def allocate(cfg: DecodeConfig) -> Ledger:
 @cute.jit
 def init_barriers(ledger: Ledger, cfg: cutlass.Constexpr) -> None:
     """By one thread, before the CTA's first barrier."""
-    for i in cutlass.range_constexpr(cfg.tile.math_warpgroups * cfg.stages):
+    for i in cutlass.range_constexpr(cfg.warpgroups * cfg.stages):
         cute.arch.mbarrier_init(ledger.full + i, 1)  # the load warp, with the bytes to come
         cute.arch.mbarrier_init(ledger.empty + i, 4)  # the warps of one math warpgroup
     cute.arch.mbarrier_init_fence()

@@ -87,7 +87,10 @@ def load_params(k_address: Int32, v_address: Int32, cfg: cutlass.Constexpr) -> T
 
 
 def mask_params(params: TokenParams, first, valid) -> None:
-    """Replace the parameters of tokens from ``valid`` on (whatever bytes lie there) so that they weigh nothing."""
+    """Replace the parameters of tokens from ``valid`` on (whatever bytes lie there) so that they weigh nothing.
+
+    ``first`` is the thread's first token in the tile.
+    """
     _mask(params.k_scale, 0.0, first, valid)
     _mask(params.k_bias, 0.0, first, valid)
     _mask(params.v_log, float("-inf"), first, valid)
@@ -132,10 +135,9 @@ def _quad_max(values: list, lane) -> list:
 def _tile_max(w: list, shared, warp: Int32, lane: Int32, barrier: Int32, cfg: cutlass.Constexpr) -> list:
     """The tile's maximum of every head of the thread: over lanes by shuffles, over warps through shared memory."""
     base, values, shared_bits = _quad_max([device.tree(cute.arch.fmax, x) for x in w], lane)
-    if (lane & shared_bits) == 0:
-        for i in cutlass.range_constexpr(len(values)):
-            head = lane % 4 + 4 * (base + i)
-            device.store_shared(shared.maxima + 16 * head + 4 * warp, [values[i].bitcast(Uint32)])
+    for i in cutlass.range_constexpr(len(values)):
+        at = shared.maxima + 16 * (lane % 4 + 4 * (base + i)) + 4 * warp
+        device.store_shared_where((lane & shared_bits) == 0, at, values[i].bitcast(Uint32))
     cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
     result = []
     for j in cutlass.range_constexpr(cfg.heads_per_thread):
@@ -145,21 +147,13 @@ def _tile_max(w: list, shared, warp: Int32, lane: Int32, barrier: Int32, cfg: cu
 
 
 @cute.jit
-def probabilities(s: list, params: TokenParams, factor: list, q_sum: list, shared, room: Int32, warp: Int32,
-                  lane: Int32, barrier: Int32, cfg: cutlass.Constexpr):  # fmt: skip
-    """Scores to P^T in shared memory, visible to wgmma after the closing barrier.
+def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cutlass.Constexpr) -> list:
+    """Steps 1 to 4 of the domains above: ``w[head][token]`` from the accumulators of :func:`qk.scores`.
 
-    Args:
-        s: accumulators of :func:`qk.scores`.
-        factor, q_sum: per head of the thread.
-        room: shared address of the thread's first word of P^T.
-
-    Returns:
-        Per head: (tile maximum, sum of the numerators, sum of the numerators times V's bias), this thread's tokens.
+    ``factor`` and ``q_sum`` are per head of the thread (query.py).
     """
-    nh = cfg.heads_per_thread
     w = []
-    for j in cutlass.range_constexpr(nh):
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
         row = []
         for i in cutlass.range_constexpr(TOKENS):
             e = 4 * j + 2 * (i % 2)
@@ -167,6 +161,22 @@ def probabilities(s: list, params: TokenParams, factor: list, q_sum: list, share
             z = fold.k_token_score(raw, q_sum[j], params.k_scale[i], params.k_bias[i], fma=device.fma)
             row.append(device.fma(z, factor[j], params.v_log[i]))
         w.append(row)
+    return w
+
+
+@cute.jit
+def probabilities(w: list, params: TokenParams, shared, room: Int32, warp: Int32, lane: Int32, barrier: Int32,
+                  cfg: cutlass.Constexpr) -> list:  # fmt: skip
+    """Folded scores to P^T in shared memory; the warpgroup's barrier must follow before wgmma reads it.
+
+    Args:
+        w: of :func:`fold_scores`.
+        room: shared address of the thread's first word of P^T.
+
+    Returns:
+        Per head: (tile maximum, sum of the numerators, sum of the numerators times V's bias), this thread's tokens.
+    """
+    nh = cfg.heads_per_thread
     top = _tile_max(w, shared, warp, lane, barrier, cfg)
     sums = []
     stores = []
@@ -189,7 +199,6 @@ def probabilities(s: list, params: TokenParams, factor: list, q_sum: list, share
         device.store_shared(address, [high])
         device.store_shared(address + 16, [low])
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
     return sums
 
 

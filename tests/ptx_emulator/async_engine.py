@@ -68,7 +68,7 @@ class AsyncEngine:
 
     def check_warp_end(self, warp) -> None:
         if warp.registers_in_flight:
-            raise Hazard(f"{warp.name} ended with a wgmma in flight (no wgmma.wait_group)")
+            raise Hazard(f"{warp.name} ended with a wgmma or tcgen05.ld in flight (no wait)")
 
     def check_end(self) -> None:
         """The CTA has ended: nothing may still read or write its shared memory."""

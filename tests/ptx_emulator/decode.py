@@ -126,6 +126,7 @@ class Program:
         self.blocks: list[Block] = []
         self.targets: dict[str, Target] = {}
         self.uses_wgmma = any(i.root == "wgmma" for i in kernel.body if isinstance(i, Instruction))
+        self.uses_tcgen05 = any(i.root == "tcgen05" for i in kernel.body if isinstance(i, Instruction))
         self.race_granule = 4
         self.touched: dict[int, int] = {}       # id(instruction) -> register mask
         self._place_variables()
@@ -264,6 +265,10 @@ class Builder:
         self.block.body.append(f)
         self.block.instructions.append(self.ins)
 
+    def end_block(self) -> None:
+        """The next instruction starts a block of its own (registers change owner here)."""
+        self._ends = True
+
     def converge(self, member_slot: int) -> None:
         """The current instruction needs the lanes of a member mask to be here together (`.sync`)."""
         if self._used():
@@ -302,14 +307,14 @@ class Builder:
                 self.target(item.name).block = self.block.index
                 continue
             decoder = OPCODES.get(item.root)
-            self.ins, self.touch = item, 0
+            self.ins, self.touch, self._ends = item, 0, False
             if decoder is None:
                 self.fail(f"unknown opcode {item.opcode}")
             decoder(self, Mods(item))
             self.block.touch |= self.touch
             self.block.cost += 1
             self.program.touched[id(item)] = self.touch
-            if self.block.control is not None:
+            if self.block.control is not None or self._ends:
                 self._fresh()
         for t in self.program.targets.values():
             if t.block < 0:

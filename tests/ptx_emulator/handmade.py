@@ -6,6 +6,9 @@ import numpy as np
 
 from .decode import DTYPE
 from .launch import Launch
+from .lowfloat import DECODE, f32_to_bf16
+
+KIND_SIZE = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "u8": 1, "s8": 1, "e2m1": 1}
 
 _CLASS = {1: ("p", "pred"), 8: ("h", "b8"), 16: ("h", "b16"), 32: ("r", "b32"), 64: ("q", "b64")}
 
@@ -63,3 +66,52 @@ def evaluate(instruction: str, result: str, **inputs) -> np.ndarray:
     out = np.zeros(32, np.uint32 if result == "pred" else DTYPE[result])
     Launch(module("\n".join(lines), ", ".join(params)), 1, 32, [out, *args]).run()
     return out.astype(bool) if result == "pred" else out
+
+
+def operand(rng, kind: str, rows: int, k: int):
+    """Random bit patterns [rows, k] and their values, small enough for sums to be exact."""
+    if kind == "f16":
+        x = rng.integers(-8, 9, (rows, k)).astype(np.float16)
+        return x.view(np.uint16), x.astype(np.float64)
+    if kind == "bf16":
+        x = rng.integers(-8, 9, (rows, k)).astype(np.float32)
+        return f32_to_bf16(x).reshape(rows, k), x.astype(np.float64)
+    raw = rng.integers(0, 256, (rows, k)).astype(np.uint8)
+    if kind == "e2m1":
+        return raw & 15, DECODE[kind][raw & 15]
+    if kind in DECODE:
+        raw = raw & 0x80 | 0x38 | raw & 0x0C            # +-1, 1.5, 2, 3: sums of 32 products stay exact
+        return raw, DECODE[kind][raw]
+    return raw, raw.view(np.int8).astype(np.int64) if kind == "s8" else raw.astype(np.int64)
+
+
+def place(raw: np.ndarray, k_major: bool, swizzle: int):
+    """A matrix [rows, k] in its canonical layout, element by element: (bytes, leading, stride offsets)."""
+    size, (rows, k) = raw.itemsize, raw.shape
+    wide = swizzle or 16
+    image, end = np.zeros(rows * k * size * 8 + 4096, np.uint8), 0
+    along, across = (k, rows) if k_major else (rows, k)         # along: the contiguous direction
+    panels = -(-along * size // wide)
+    if k_major:
+        leading, stride = (128, 128 * panels) if swizzle == 0 else (0, 8 * wide)
+    else:
+        leading, stride = (128 * -(-across // 8), 128) if swizzle == 0 else (8 * wide * -(-across // 8), 8 * wide)
+    if not k_major and swizzle == 0:
+        leading, stride = stride, leading       # without swizzle, MN-major: leading steps over k, stride over mn
+    for r in range(rows):
+        for c in range(k):
+            a, b = (c, r) if k_major else (r, c)
+            panel, inside = divmod(a * size, wide)
+            row = b % 8
+            chunk = inside // 16 ^ {128: row, 64: row // 2, 32: row // 4, 0: 0}[swizzle]
+            if k_major:
+                base = panel * leading + b // 8 * stride if swizzle == 0 else b // 8 * stride
+                assert swizzle == 0 or panel == 0
+            elif swizzle == 0:
+                base = b // 8 * leading + panel * stride
+            else:
+                base = panel * leading + b // 8 * stride
+            at = base + row * wide + chunk * 16 + inside % 16
+            image[at:at + size] = raw[r:r + 1, c].view(np.uint8)
+            end = max(end, at + size)
+    return image[:end], leading, stride

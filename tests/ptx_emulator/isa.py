@@ -1,3 +1,3 @@
 """Importing this module registers every decoder."""
 
-from . import alu, alu_float, copies, cvt, logic, memops, moves, syncops, warpops, wgmma  # noqa: F401
+from . import alu, alu_float, copies, cvt, logic, memops, mma, moves, syncops, tcgen05, warpops, wgmma  # noqa: F401

@@ -151,7 +151,7 @@ class Warp:
     def run(self, budget: int) -> None:
         """Runs until the warp sleeps, ends, or has executed about `budget` instructions."""
         R, blocks, counts = self.R, self.program.blocks, self.counts
-        careful = self.program.uses_wgmma
+        careful = self.program.uses_wgmma or self.program.uses_tcgen05
         trace = self.launch.debug
         while budget > 0 and self.groups:
             g = self.groups[0] if len(self.groups) == 1 else self.pick()
@@ -213,10 +213,10 @@ class Warp:
     def _check_in_flight(self, block) -> None:
         for ins in block.all_instructions:
             touched = self.program.touched[id(ins)] & self.registers_in_flight
-            if touched and not ins.opcode.startswith("wgmma.mma_async"):
+            if touched:
                 name = self.program.kernel.registers[touched.bit_length() - 1].name
-                raise Hazard(f"{self.name}, line {ins.line}: register {name} belongs to a wgmma still in flight; "
-                             f"wgmma.wait_group is missing before: {ins.text}")
+                raise Hazard(f"{self.name}, line {ins.line}: register {name} belongs to a wgmma or tcgen05.ld still in "
+                             f"flight; its wait is missing before: {ins.text}")
 
     def describe(self) -> str:
         parts = []
@@ -257,7 +257,8 @@ class CTA:
         self.warps: list[Warp] = []
         count = -(-launch.threads // 32)
         if launch.detect_races:
-            self.races = RaceDetector(end, count, launch.program.race_granule)
+            cells = 128 * 512 if launch.program.uses_tcgen05 else 0
+            self.races = RaceDetector(end, count, launch.program.race_granule, cells)
         self.engine = AsyncEngine(self)
         self.barriers = Barriers(self)
         self.units: dict = {}               # matrix units, created when first used

@@ -5,7 +5,7 @@ on, one per warpgroup's wgmma, one per warp's bulk stores and so on). Clocks are
 row 0 is "happened before me", row 1 is "happened before me and crossed a proxy fence": an asynchronous operation sees
 generic writes only through row 1 (fence.proxy.async, 9.7.13.4 membar/fence), everything else through row 0.
 
-Every shared-memory granule remembers its last writer and, per agent, its last read, with the clock and the source line.
+Every granule of shared memory, and cell of tensor memory, remembers its last writer and, per agent, its last read, with the clock and the source line.
 Lanes of one warp are one agent: conflicts inside a warp are not reported. Atomics are not recorded.
 """
 
@@ -25,10 +25,11 @@ def new_clock() -> np.ndarray:
 
 
 class RaceDetector:
-    def __init__(self, size: int, warps: int, granule: int):
+    def __init__(self, size: int, warps: int, granule: int, tensor_cells: int = 0):
         self.shift = {1: 0, 2: 1, 4: 2}[granule]
         self.granule, self.warps = granule, warps
-        self.writes = np.zeros((size >> self.shift) + 1, np.int64)      # agent << 52 | line << 32 | clock
+        self.tensor_base = (size >> self.shift) + 1     # cells of tensor memory follow the granules of shared memory
+        self.writes = np.zeros(self.tensor_base + tensor_cells, np.int64)       # agent << 52 | line << 32 | clock
         self.reads: dict[int, np.ndarray] = {}                          # agent -> line << 32 | clock
         self.last_read: dict[int, int] = {}
         self.names = [f"warp {i}" for i in range(warps)]
@@ -95,5 +96,7 @@ class RaceDetector:
         hint = ""
         if agent >= self.warps and other < self.warps and before == "written":
             hint = " (no barrier, or fence.proxy.async missing between the generic write and the asynchronous access)"
-        raise Race(f"shared address {granule << self.shift:#x} {what} by {self.names[agent]} at line {line} and {before} by "
+        cell = granule - self.tensor_base
+        place = f"shared address {granule << self.shift:#x}" if cell < 0 else f"tensor memory lane {cell // 512} column {cell % 512}"
+        raise Race(f"{place} {what} by {self.names[agent]} at line {line} and {before} by "
                    f"{self.names[other]} at line {other_line}, with nothing ordering the two{hint}")

@@ -4,57 +4,9 @@ import numpy as np
 import pytest
 
 from ptx_emulator import Hazard, Launch, SyncError
-from ptx_emulator.handmade import module
-from ptx_emulator.lowfloat import DECODE, f32_to_bf16
+from ptx_emulator.handmade import KIND_SIZE, module, operand, place
 
 RNG = np.random.default_rng(7)
-KIND_SIZE = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "u8": 1, "s8": 1}
-
-
-def operand(kind: str, rows: int, k: int):
-    """Random bit patterns [rows, k] and their values."""
-    if kind == "f16":
-        x = RNG.integers(-8, 9, (rows, k)).astype(np.float16)
-        return x.view(np.uint16), x.astype(np.float64)
-    if kind == "bf16":
-        x = RNG.integers(-8, 9, (rows, k)).astype(np.float32)
-        return f32_to_bf16(x).reshape(rows, k), x.astype(np.float64)
-    raw = RNG.integers(0, 256, (rows, k)).astype(np.uint8)
-    if kind in DECODE:
-        raw = raw & 0x80 | 0x38 | raw & 0x0C            # +-1, 1.5, 2, 3: sums of 32 products stay exact
-        return raw, DECODE[kind][raw]
-    return raw, raw.view(np.int8).astype(np.int64) if kind == "s8" else raw.astype(np.int64)
-
-
-def place(raw: np.ndarray, k_major: bool, swizzle: int):
-    """A matrix [rows, k] in its canonical layout, element by element: (bytes, leading, stride offsets)."""
-    size, (rows, k) = raw.itemsize, raw.shape
-    wide = swizzle or 16
-    image = np.zeros(rows * k * size * 8 + 4096, np.uint8)
-    along, across = (k, rows) if k_major else (rows, k)         # along: the contiguous direction
-    panels = -(-along * size // wide)
-    if k_major:
-        leading, stride = (128, 128 * panels) if swizzle == 0 else (0, 8 * wide)
-    else:
-        leading, stride = (128 * -(-across // 8), 128) if swizzle == 0 else (8 * wide * -(-across // 8), 8 * wide)
-    if not k_major and swizzle == 0:
-        leading, stride = stride, leading       # without swizzle, MN-major: leading steps over k, stride over mn
-    for r in range(rows):
-        for c in range(k):
-            a, b = (c, r) if k_major else (r, c)
-            panel, inside = divmod(a * size, wide)
-            row = b % 8
-            chunk = inside // 16 ^ {128: row, 64: row // 2, 32: row // 4, 0: 0}[swizzle]
-            if k_major:
-                base = panel * leading + b // 8 * stride if swizzle == 0 else b // 8 * stride
-                assert swizzle == 0 or panel == 0
-            elif swizzle == 0:
-                base = b // 8 * leading + panel * stride
-            else:
-                base = panel * leading + b // 8 * stride
-            at = base + row * wide + chunk * 16 + inside % 16
-            image[at:at + size] = raw[r:r + 1, c].view(np.uint8)
-    return image, leading, stride
 
 
 def descriptor(address: int, leading: int, stride: int, swizzle: int) -> int:
@@ -116,14 +68,14 @@ def d_fragment(values: np.ndarray) -> np.ndarray:
 
 def run(kind_a, kind_b, n, *, regs, acc=1, swizzle_a=0, swizzle_b=0, a_k_major=True, b_k_major=True, seed=None, **options):
     k = 32 // KIND_SIZE[kind_a]
-    raw_a, a = operand(kind_a, 64, k)
-    raw_b, b = operand(kind_b, n, k)
+    raw_a, a = operand(RNG, kind_a, 64, k)
+    raw_b, b = operand(RNG, kind_b, n, k)
     integer = kind_a in ("u8", "s8")
     image = np.zeros(65536, np.uint8)
     data, lead_b, stride_b = place(raw_b, b_k_major, swizzle_b)
-    image[:len(data)][:32768] = data[:32768]
+    image[:len(data)] = data
     data, lead_a, stride_a = place(raw_a, a_k_major, swizzle_a)
-    image[32768:32768 + len(data)] = data[:32768]
+    image[32768:][:len(data)] = data
     dtype = np.int32 if integer else np.float32
     c = RNG.integers(-100, 100, (64, n)).astype(dtype)
     out = np.zeros((128, n // 2), dtype)

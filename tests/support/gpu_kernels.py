@@ -1,0 +1,120 @@
+"""The kernels that the GPU tests use, in one table: tests draw their configs from it, and the export compiles it.
+
+    python tests/support/gpu_kernels.py FOLDER
+
+fills FOLDER (for ``FOSCAR_KERNEL_PATH`` on a GPU machine without the DSL); needs no GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from foscar.common import jit
+from foscar.common.cache import PagedKVCache
+from foscar.common.formats import KVFormat
+from foscar.common.plan import CombineConfig
+from foscar.hopper.config import ARCH, DecodeConfig, TileConfig
+from foscar.hopper.decode import BUILD
+
+BF16, FP16 = "bfloat16", "float16"
+
+
+def _config(k_bits, v_bits, head_dim, page_size, heads, q_dtype, params=FP16, **tile) -> DecodeConfig:
+    fmt = KVFormat.make(k_bits, v_bits, params=params)
+    return DecodeConfig(fmt, head_dim, page_size, heads, q_dtype, TileConfig(**tile))
+
+
+# Both bit widths at every head_dim and page size, that is every way in which codes lie in a record.  Heads, types of q
+# and of the parameters vary along, so that each value of each is there several times.
+LAYOUTS = (
+    _config(2, 2, 64, 16, 16, FP16),
+    _config(2, 2, 64, 32, 8, BF16, BF16),
+    _config(2, 2, 64, 64, 4, FP16),
+    _config(2, 2, 64, 128, 12, BF16),
+    _config(2, 2, 128, 16, 12, FP16),
+    _config(2, 2, 128, 32, 8, BF16, BF16),
+    _config(2, 2, 128, 64, 4, BF16),  # examples/quickstart.py and bench_decode.py use this one too
+    _config(2, 2, 128, 128, 16, BF16),
+    _config(4, 4, 64, 16, 4, BF16),
+    _config(4, 4, 64, 32, 12, FP16, BF16),
+    _config(4, 4, 64, 64, 16, BF16),
+    _config(4, 4, 64, 128, 8, FP16),
+    _config(4, 4, 128, 16, 8, BF16, BF16),
+    _config(4, 4, 128, 32, 16, FP16),
+    _config(4, 4, 128, 64, 4, BF16),  # likewise
+    _config(4, 4, 128, 128, 4, FP16),
+)
+MIXED = (
+    _config(2, 4, 128, 64, 4, BF16),  # likewise
+    _config(4, 2, 128, 64, 8, FP16, BF16),
+    _config(2, 4, 64, 16, 8, FP16),
+    _config(4, 2, 64, 128, 4, BF16),
+)
+TILES = (
+    _config(2, 2, 128, 64, 8, BF16, math_warpgroups=1),
+    _config(2, 2, 128, 64, 8, BF16, math_warpgroups=2, kv_stages=3),
+    _config(4, 4, 128, 64, 8, BF16, math_warpgroups=3, kv_stages=2),
+)
+INT2, INT4 = _config(2, 2, 128, 64, 4, BF16), _config(4, 4, 128, 64, 4, BF16)
+INT2_FP16 = _config(2, 2, 128, 64, 8, FP16)  # an output whose rounding hides little
+LONG = (INT2_FP16, MIXED[1], INT4)
+KERNELS = tuple(dict.fromkeys((*LAYOUTS, *MIXED, *TILES, INT2, INT4, INT2_FP16, *LONG)))
+
+Q_TYPES = {BF16: torch.bfloat16, FP16: torch.float16}
+
+
+def name_of(config: DecodeConfig) -> str:
+    """Such as ``k2v2-d128-p64-h4-bfloat16``; what differs from the default tile follows."""
+    changed = "".join(
+        f"-{key}{value}" for key, value in vars(config.tile).items() if value != getattr(TileConfig(), key)
+    )
+    return f"{config.format.name}-d{config.head_dim}-p{config.page_size}-h{config.heads}-{config.q_dtype}{changed}"
+
+
+def config_of(q: torch.Tensor, cache: PagedKVCache, tile: TileConfig | None = None) -> DecodeConfig:
+    """The config that a call needs.
+
+    Raises:
+        LookupError: it is not in the table, so a machine without the DSL would not have it.
+    """
+    dtype = {t: name for name, t in Q_TYPES.items()}[q.dtype]
+    heads = -(-(q.shape[1] // cache.num_kv_heads) // 4) * 4
+    config = DecodeConfig(cache.format, cache.head_dim, cache.page_size, heads, dtype, tile or TileConfig())
+    if config not in KERNELS:
+        raise LookupError(f"{name_of(config)} is not in tests/support/gpu_kernels.py")
+    return config
+
+
+def with_heads(group: int) -> DecodeConfig:
+    """A kernel of the table for ``group`` query heads per KV head, of head_dim 128."""
+    heads = -(-group // 4) * 4
+    return next(c for c in KERNELS if c.heads == heads and c.head_dim == 128)
+
+
+def jobs() -> list[tuple[str, object, str]]:
+    """(name, config, builder) of every kernel: decode, combine, and the tiny one of test_launch.py."""
+    from support import tiny_kernel
+
+    combines = dict.fromkeys(CombineConfig(c.head_dim, c.q_dtype) for c in KERNELS)
+    return [
+        *(("hopper_decode", c, f"{BUILD}:build_decode") for c in KERNELS),
+        *(("hopper_combine", c, f"{BUILD}:build_combine") for c in combines),
+        (tiny_kernel.NAME, tiny_kernel.TinyConfig(), tiny_kernel.BUILDER),
+    ]
+
+
+def main(folder: str) -> None:
+    work = jobs()
+    for name, config, builder in work:
+        print(jit.export_kernel(folder, name, config, ARCH, builder).name, flush=True)
+    print(f"{len(work)} kernels in {folder}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # "support", as pytest's pythonpath has it
+    main(sys.argv[1])
