@@ -289,7 +289,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         )
         layout = (KVFormat.int2() if format is None else format).layout(head_dim, page_size)
         options = (_check_scale(sm_scale, head_dim), lse_base, backend, tile)
-        device = self.device or given[0][1].device
+        device = self.device or (block_table if given[0] is dense else indices).device
         tables = self._dense(*dense, device) if given[0] is dense else self._compressed(*compressed, page_size, device)
         batch = tables.lengths.shape[0]
         _require(

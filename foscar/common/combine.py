@@ -2,8 +2,8 @@
 
 Each part is a normalized output with its LSE in base 2, so ``O = sum_s 2^(lse_s - lse) O_s`` and
 ``lse = log2 sum_s 2^lse_s`` (the associative merge of FlashAttention's split-KV).  CTAs of items that one worker
-finished alone return at once.  The kernel is launched after the decode kernel on the same stream, if need be with
-programmatic stream serialization: it waits for the decode kernel's results itself.
+finished alone return at once.  The kernel follows the decode kernel on the same stream with programmatic stream
+serialization: it may start early and waits for the decode kernel's results itself.
 """
 
 from __future__ import annotations
@@ -30,16 +30,23 @@ def _part(first: Int32, s: Int32) -> Int64:
 
 
 @cute.jit
-def _weights(partial_lse: Int64, first: Int32, count: Int32, row: Int64, group: Int64, lane: Int32):
-    """(maximum LSE, sum of 2^(LSE - maximum)) over the parts, by one warp."""
+def _stage_lse(staged: cute.Tensor, partial_lse: Int64, first: Int32, count: Int32, row: Int64, group: Int64,
+               thread: Int32) -> None:  # fmt: skip
+    """All parts' LSEs to shared memory, one thread each: one trip to memory."""
+    for s in cutlass.range(thread, count, 32 * WARPS, unroll=1):
+        staged[s] = _floats(partial_lse + 4 * (_part(first, s) * group + row), 1, 4)[0]
+
+
+@cute.jit
+def _merged_lse(staged: cute.Tensor, count: Int32, lane: Int32):
+    """(maximum LSE, sum of 2^(LSE - maximum)) over the parts, by every warp."""
     top = Float32(float("-inf"))
     for s in cutlass.range(lane, count, 32, unroll=1):
-        top = cute.arch.fmax(top, _floats(partial_lse + 4 * (_part(first, s) * group + row), 1, 4)[0])
+        top = cute.arch.fmax(top, staged[s])
     top = device.butterfly(cute.arch.fmax, top, (1, 2, 4, 8, 16))
     total = Float32(0.0)
     for s in cutlass.range(lane, count, 32, unroll=1):
-        lse = _floats(partial_lse + 4 * (_part(first, s) * group + row), 1, 4)[0]
-        total = total + device.exp2(lse - top)
+        total = total + device.exp2(staged[s] - top)
     return top, device.butterfly(device.add, total, (1, 2, 4, 8, 16))
 
 
@@ -55,19 +62,23 @@ def combine_kernel(out: Int64, out_stride: Int64, out_head_stride: Int64, lse: I
     item, index = block // group, block % group
     allocator = cutlass.memory.SmemAllocator()
     sums = allocator.allocate_tensor(Float32, cute.make_layout((cfg.head_dim, WARPS)), byte_alignment=16)
+    staged = allocator.allocate_tensor(Float32, cute.make_layout(cfg.max_parts), byte_alignment=16)
+    cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
     pair = cute.make_tensor(device.global_pointer(Int32, splits + 8 * Int64(item), 8), cute.make_layout(2))
     first, count = pair[0], pair[1]
     if count > 1:
         group64, row = Int64(group), Int64(index)
-        top, total = _weights(partial_lse, first, count, row, group64, lane)
+        _stage_lse(staged, partial_lse, first, count, row, group64, thread)
+        cute.arch.sync_threads()
+        top, total = _merged_lse(staged, count, lane)
         acc = cute.make_rmem_tensor((width,), Float32)
         acc.fill(0.0)
-        for s in cutlass.range(warp, count, WARPS, unroll=4):
+        for s in cutlass.range(warp, count, WARPS, unroll=8):
             at = _part(first, s) * group64 + row
-            weight = device.exp2(_floats(partial_lse + 4 * at, 1, 4)[0] - top)
             part = cute.make_rmem_tensor((width,), Float32)
             cute.autovec_copy(_floats(partial_out + 4 * (at * cfg.head_dim + width * lane), width, 4 * width), part)
+            weight = device.exp2(staged[s] - top)
             for i in cutlass.range_constexpr(width):
                 acc[i] = device.fma(weight, part[i], acc[i])
         for i in cutlass.range_constexpr(width):

@@ -66,15 +66,22 @@ def segments(lengths: list[int], kv_heads: int, workers: int, tile_tokens: int) 
     return result
 
 
-COMBINE_WARPS = 8
+COMBINE_WARPS = 16
 
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """head_dim: 64, 128 or 256; out_dtype: "bfloat16" or "float16"."""
+    """The combine kernel.
+
+    Args:
+        head_dim: 64, 128 or 256.
+        out_dtype: "bfloat16" or "float16".
+        max_parts: the largest number of workers of a launch (4 bytes of shared memory each).
+    """
 
     head_dim: int
     out_dtype: str = "bfloat16"
+    max_parts: int = 1024
 
     @property
     def threads(self) -> int:

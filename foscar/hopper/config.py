@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 class TileConfig:
     """What may be tuned without changing any result beyond rounding."""
 
-    # None: 3, but 2 with twice the registers where a thread holds three or four heads.
+    # None: 3, but 2 with more registers where a thread holds four heads. Four were slower (96 registers at launch).
     math_warpgroups: int | None = None
     # Stages of TILE_TOKENS tokens in flight per math warpgroup; None: as many as fit, at most MAX_STAGES.
     kv_stages: int | None = None
@@ -98,7 +98,7 @@ class DecodeConfig:
     @property
     def warpgroups(self) -> int:
         """Math warpgroups, each with a load warp."""
-        default = 3 if self.heads_per_thread <= 2 else 2
+        default = 3 if self.heads_per_thread <= 3 else 2
         return default if self.tile.math_warpgroups is None else self.tile.math_warpgroups
 
     @property
@@ -110,6 +110,11 @@ class DecodeConfig:
         return self.columns * TILE_TOKENS
 
     @property
+    def param_bytes(self) -> int:
+        """Per math warpgroup: five float32 per token of a tile."""
+        return 4 * 5 * TILE_TOKENS
+
+    @property
     def reduce_bytes(self) -> int:
         """Per math warpgroup: maxima, sums and offsets of four warps, two query factors, for every head."""
         return 4 * self.heads * (3 * 4 + 2)
@@ -117,7 +122,7 @@ class DecodeConfig:
     @property
     def workspace_bytes(self) -> int:
         """Shared memory of one math warpgroup besides its stages."""
-        return self.query_bytes + self.prob_bytes + self.reduce_bytes
+        return self.query_bytes + self.prob_bytes + self.param_bytes + self.reduce_bytes
 
     @cached_property
     def stages(self) -> int:

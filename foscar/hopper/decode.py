@@ -50,13 +50,15 @@ class HopperDecode:
         self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
         self.workers = self.ctas * config.warpgroups
         combine = CombineConfig(config.head_dim, config.q_dtype)
+        if self.workers > combine.max_parts:
+            raise ValueError(f"{self.workers} workers on {self.ctas} SMs, the combine takes {combine.max_parts}")
         self._launches = [
             load_kernel(jit.load_or_compile(name, c, ARCH, f"{BUILD}:{function}"), device.index).prepare(
-                [0] * len(names), pdl=pdl
+                [0] * len(names), pdl=True
             )
-            for name, c, function, names, pdl in (
-                ("hopper_decode", config, "build_decode", arguments.DECODE, False),
-                ("hopper_combine", combine, "build_combine", arguments.COMBINE, True),
+            for name, c, function, names in (
+                ("hopper_decode", config, "build_decode", arguments.DECODE),
+                ("hopper_combine", combine, "build_combine", arguments.COMBINE),
             )
         ]
         self._lock = threading.Lock()

@@ -17,9 +17,9 @@ Edges::
 One tile i, in the order of the data (the scores of tile i + 1 are computed under the softmax of tile i)::
 
     load:  pages -> slot
-    math:  wait full[i + 1] | parameters, V words of i -> registers | S_i folded | K words of i + 1 -> u8 A registers,
-           Q K^T .. | maxima, barrier | exp2, P^T -> shared | V words -> u8 A registers, release slot i | barrier |
-           P V .. | wait for both products | promote
+    math:  wait full[i + 1] | V words, prepared parameters of i -> registers | S_i folded | K words of i + 1 -> u8
+           A registers, Q K^T .. | maxima, barrier | parameters of i + 1 prepared | exp2, P^T -> shared |
+           V words -> u8 A registers, release slot i | barrier | P V .. | wait | promote
 
 While one warpgroup waits, the other two issue; that is why W = 3.
 """
@@ -73,10 +73,13 @@ class Thread:
     warp: Int32  # in its warpgroup
     lane: Int32
     barrier: Int32
+    token: Int32  # of a tile, whose parameters this thread prepares
     k: Int32
-    k_params: Int32
+    k_pair: Int32
     v: Int32
-    v_params: Int32
+    v_pair: Int32
+    prepared: Int32  # this thread's token in the warp's room
+    params: Int32  # the four tokens of this thread's scores there
     probs: Int32
     masks: list
 
@@ -84,14 +87,18 @@ class Thread:
 def _thread(cfg: DecodeConfig, shared, worker, warp, lane) -> Thread:
     layout = cfg.layout
     column, k = 2 * (lane % 4), 32 * warp + 4 * (lane // 4)
+    room = shared.params + warp * (cfg.param_bytes // 4)
     return Thread(
         warp=warp,
         lane=lane,
         barrier=worker + 1,
+        token=32 * warp + lane,
         k=shared.ring + qk.thread_offset(cfg, warp, lane),
-        k_params=shared.ring + softmax.params_offset(cfg, warp, lane, layout.k_params_offset),
+        k_pair=shared.ring + softmax.pair_offset(cfg, warp, lane, layout.k_params_offset),
         v=shared.ring + pv.thread_offset(cfg, warp, lane),
-        v_params=shared.ring + softmax.params_offset(cfg, warp, lane, layout.v_params_offset),
+        v_pair=shared.ring + softmax.pair_offset(cfg, warp, lane, layout.v_params_offset),
+        prepared=room + 4 * lane,
+        params=room + 16 * (lane // 4),
         probs=shared.probs + smem.operand_byte(cfg, column, k),
         masks=pv.code_masks(cfg, warp),
     )
@@ -104,21 +111,30 @@ def _release(barrier: cute.Pointer, lane) -> None:
 
 
 @cute.jit
+def _prepare(me: Thread, slot: Int32, left: Int32, cfg: cutlass.Constexpr) -> None:
+    """The parameters of the tile in ``slot``, of which ``left`` tokens count (more than TILE_TOKENS: all)."""
+    at = slot * cfg.stage_bytes
+    valid = Int32(me.token < left)
+    softmax.prepare_params(me.k_pair + at, me.v_pair + at, me.prepared, valid, cfg)
+
+
+@cute.jit
 def _tile(me: Thread, shared, state, s: list, operands: tuple, factor: list, q_sum: list, slot: Int32, ahead: Int32,
-          valid: Int32, last: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+          left: Int32, last: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
     """One tile, whose scores are in ``s``: softmax, P V, and meanwhile Q K^T of the tile in slot ``ahead``.
 
-    ``last``: nothing is ahead, and only ``valid`` tokens may count (more than TILE_TOKENS: all).
+    ``last``: nothing is ahead; else ``left`` tokens count from the tile ahead on.
     """
-    at = slot * cfg.stage_bytes
-    params = softmax.load_params(me.k_params + at, me.v_params + at, cfg)
-    if cutlass.const_expr(last):
-        softmax.mask_params(params, 32 * me.warp + 4 * (me.lane // 4), valid)
-    words = pv.load_words(me.v + at, cfg)
+    words = pv.load_words(me.v + slot * cfg.stage_bytes, cfg)
+    params = softmax.load_params(me.params)
     w = softmax.fold_scores(s, params, factor, q_sum, cfg)
     if cutlass.const_expr(not last):
         qk.scores(s, me.k + ahead * cfg.stage_bytes, operands[0], cfg)
-    sums = softmax.probabilities(w, params, shared, me.probs, me.warp, me.lane, me.barrier, cfg)
+    top = softmax.tile_maxima(w, shared, me.warp, me.lane, me.barrier, cfg)
+    if cutlass.const_expr(not last):
+        _prepare(me, ahead, left, cfg)  # between the two barriers: all lanes have loaded, none loads before the next
+    sums = softmax.probabilities(w, top, params, me.probs, cfg)
+    warpgroup.wait_group(0)  # Q K^T is long done; its A registers are free for V's (16 heads spill without)
     codes = pv.unpack(words, me.masks, cfg)
     _release(shared.empty + slot, me.lane)
     cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
@@ -155,19 +171,22 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
             pair = device.load_shared(shared.factors + 8 * (lane % 4 + 4 * j), 2)
             factor.append(pair[0].bitcast(Float32))
             q_sum.append(pair[1].bitcast(Float32))
+        left_tokens = length - tile * TILE_TOKENS
         cute.arch.mbarrier_wait(shared.full + slot, phase)
+        _prepare(me, slot, left_tokens, cfg)
         qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
         warpgroup.wait_group(0)
+        cute.arch.sync_warp()
         for _ in cutlass.range(n - 1, unroll=1):
             ahead = slot + 1
             wrap = Int32(ahead == cfg.stages)
             ahead = ahead - cfg.stages * wrap
             phase = phase ^ wrap
             cute.arch.mbarrier_wait(shared.full + ahead, phase)
-            _tile(me, shared, state, s, operands, factor, q_sum, slot, ahead, Int32(0), False, cfg)
+            left_tokens = left_tokens - TILE_TOKENS
+            _tile(me, shared, state, s, operands, factor, q_sum, slot, ahead, left_tokens, False, cfg)
             slot = ahead
-        valid = length - (tile + n - 1) * TILE_TOKENS
-        _tile(me, shared, state, s, operands, factor, q_sum, slot, slot, valid, True, cfg)
+        _tile(me, shared, state, s, operands, factor, q_sum, slot, slot, left_tokens, True, cfg)
         slot = slot + 1
         if slot == cfg.stages:
             slot = Int32(0)
@@ -199,6 +218,9 @@ def decode_kernel(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64,
     if thread == 0:
         smem.init_barriers(ledger, cfg)
     cute.arch.sync_threads()
+    # Launched with programmatic stream serialization: what came before on the stream is complete from here on.
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
     if warp < 4:
         cute.arch.setmaxregister_decrease(cfg.tile.load_registers)
         if warp < cfg.warpgroups:

@@ -5,6 +5,7 @@ Per math warpgroup ``w``:
 - ``stages`` ring slots of ``stage_bytes``: the pages of one tile, record after record (written by bulk copies);
 - Q^T, ``columns x head_dim`` s8: column ``2 h + term`` of head ``h`` (B operand of Q K^T);
 - P^T, ``columns x TILE_TOKENS`` u8, likewise (B operand of P V);
+- token parameters, float32 ``[warp][value][32 tokens]`` (softmax.prepare_params);
 - reductions: float32 ``[head][warp]`` maxima, denominators and offsets, and ``[head]`` query factors;
 - two mbarriers a slot: ``full`` (one arrival with the bytes) and ``empty`` (one arrival per math warp).
 
@@ -32,6 +33,7 @@ class Shared:
     ring: Int32
     query: Int32
     probs: Int32
+    params: Int32
     maxima: Int32
     sums: Int32
     offsets: Int32
@@ -65,6 +67,7 @@ class Ledger:
     ring: cute.Tensor
     query: cute.Tensor
     probs: cute.Tensor
+    params: cute.Tensor
     reduce: cute.Tensor
     full: cute.Pointer
     empty: cute.Pointer
@@ -80,6 +83,7 @@ class Ledger:
             ring=ring,
             query=query,
             probs=probs,
+            params=self.params.iterator.toint() + w * cfg.param_bytes,
             maxima=base,
             sums=base + part,
             offsets=base + 2 * part,
@@ -99,9 +103,10 @@ def allocate(cfg: DecodeConfig) -> Ledger:
     query = allocator.allocate_tensor(Int8, query_layout.outer, byte_alignment=128, swizzle=query_layout.inner)
     probs_layout = _operand_layout(cfg, Uint8, TILE_TOKENS)
     probs = allocator.allocate_tensor(Uint8, probs_layout.outer, byte_alignment=128, swizzle=probs_layout.inner)
+    params = allocator.allocate_tensor(Uint8, cute.make_layout(w * cfg.param_bytes), byte_alignment=128)
     reduce = allocator.allocate_tensor(Uint8, cute.make_layout(w * cfg.reduce_bytes), byte_alignment=128)
     barriers = allocator.allocate_array(Int64, 2 * w * cfg.stages)
-    return Ledger(ring, query, probs, reduce, barriers, barriers + w * cfg.stages)
+    return Ledger(ring, query, probs, params, reduce, barriers, barriers + w * cfg.stages)
 
 
 @cute.jit

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Uint32
 
 from ..common import device, fold
 from . import qk
-from .config import TILE_TOKENS, DecodeConfig
+from .config import DecodeConfig
 from .pv import PROB_TOP
 
 MAGIC = 8388608.0  # 2^23: adding it leaves a float's integer part in the low mantissa bits
@@ -65,44 +65,39 @@ def reset(state: State) -> None:
     state.o.fill(0.0)
 
 
-def params_offset(cfg: DecodeConfig, warp, lane, section: int):
-    """Byte offset in the stage of the thread's four parameter pairs; ``section`` is their offset in the record."""
+def pair_offset(cfg: DecodeConfig, warp, lane, section: int):
+    """Byte offset in the stage of the parameter pair of token ``32 warp + lane``; ``section``: see RecordLayout."""
     record, token = qk.block_offset(cfg, 2 * warp + lane // 16)
-    return record + section + 4 * (token + 4 * (lane % 16 // 4))
+    return record + section + 4 * (token + lane % 16)
 
 
 @cute.jit
-def load_params(k_address: Int32, v_address: Int32, cfg: cutlass.Constexpr) -> TokenParams:
-    k_pairs = device.load_shared(k_address, TOKENS)
-    v_pairs = device.load_shared(v_address, TOKENS)
-    r = TokenParams(*(cute.make_rmem_tensor((TOKENS,), Float32) for _ in range(5)))
-    for i in cutlass.range_constexpr(TOKENS):
-        r.k_scale[i], r.k_bias[i] = device.unpack_halves(k_pairs[i], cfg.format.params)
-        scale, bias = device.unpack_halves(v_pairs[i], cfg.format.params)
-        scale = device.max_nan(scale, Float32(SMALLEST_SCALE))
-        r.v_log[i] = device.log2(scale)
-        r.v_reciprocal[i] = device.reciprocal(scale)
-        r.v_ratio[i] = bias * r.v_reciprocal[i]
-    return r
+def prepare_params(k_pair: Int32, v_pair: Int32, room: Int32, valid: Int32, cfg: cutlass.Constexpr) -> None:
+    """A tile's parameters as float32 to the warp's room, one token per lane: a quarter of the work of doing it per use.
 
-
-def mask_params(params: TokenParams, first, valid) -> None:
-    """Replace the parameters of tokens from ``valid`` on (whatever bytes lie there) so that they weigh nothing.
-
-    ``first`` is the thread's first token in the tile.
+    Args:
+        k_pair, v_pair: shared addresses of the lane's two pairs.
+        room: shared address of the lane's first word; the five values lie 128 bytes apart.
+        valid: whether the lane's token counts; the bytes of one that does not may be anything.
     """
-    _mask(params.k_scale, 0.0, first, valid)
-    _mask(params.k_bias, 0.0, first, valid)
-    _mask(params.v_log, float("-inf"), first, valid)
-    _mask(params.v_reciprocal, 0.0, first, valid)
-    _mask(params.v_ratio, 0.0, first, valid)
+    k_word = Uint32(cutlass.select_(valid != 0, device.load_shared(k_pair, 1)[0], Uint32(0)))
+    v_word = Uint32(cutlass.select_(valid != 0, device.load_shared(v_pair, 1)[0], Uint32(0)))
+    k_scale, k_bias = device.unpack_halves(k_word, cfg.format.params)
+    v_scale, v_bias = device.unpack_halves(v_word, cfg.format.params)
+    v_scale = device.max_nan(v_scale, Float32(SMALLEST_SCALE))
+    v_log = Float32(cutlass.select_(valid != 0, device.log2(v_scale), Float32(float("-inf"))))
+    v_reciprocal = device.reciprocal(v_scale)
+    for i, value in enumerate((k_scale, k_bias, v_log, v_reciprocal, v_bias * v_reciprocal)):
+        device.store_shared(room + 128 * i, [value.bitcast(Uint32)])
 
 
 @cute.jit
-def _mask(values: cute.Tensor, neutral: cutlass.Constexpr, first: Int32, valid: Int32) -> None:
-    if valid < TILE_TOKENS:  # uniform: full tiles pay one branch
-        for i in cutlass.range_constexpr(TOKENS):
-            values[i] = cutlass.select_(first + i < valid, values[i], Float32(neutral))
+def load_params(room: Int32) -> TokenParams:
+    """The thread's four tokens of what :func:`prepare_params` stored; ``room`` is the address of the first."""
+    values = []
+    for i in cutlass.range_constexpr(5):
+        values.append(cute.recast_tensor(device.load_shared(room + 128 * i, TOKENS), Float32))
+    return TokenParams(*values)
 
 
 def _quad_max(values: list, lane) -> list:
@@ -132,8 +127,11 @@ def _quad_max(values: list, lane) -> list:
 
 
 @cute.jit
-def _tile_max(w: list, shared, warp: Int32, lane: Int32, barrier: Int32, cfg: cutlass.Constexpr) -> list:
-    """The tile's maximum of every head of the thread: over lanes by shuffles, over warps through shared memory."""
+def tile_maxima(w: list, shared, warp: Int32, lane: Int32, barrier: Int32, cfg: cutlass.Constexpr) -> list:
+    """The tile's maximum of every head of the thread: over lanes by shuffles, over warps through shared memory.
+
+    Holds one barrier of the warpgroup.
+    """
     base, values, shared_bits = _quad_max([device.tree(cute.arch.fmax, x) for x in w], lane)
     for i in cutlass.range_constexpr(len(values)):
         at = shared.maxima + 16 * (lane % 4 + 4 * (base + i)) + 4 * warp
@@ -165,19 +163,17 @@ def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cu
 
 
 @cute.jit
-def probabilities(w: list, params: TokenParams, shared, room: Int32, warp: Int32, lane: Int32, barrier: Int32,
-                  cfg: cutlass.Constexpr) -> list:  # fmt: skip
+def probabilities(w: list, top: list, params: TokenParams, room: Int32, cfg: cutlass.Constexpr) -> list:
     """Folded scores to P^T in shared memory; the warpgroup's barrier must follow before wgmma reads it.
 
     Args:
-        w: of :func:`fold_scores`.
+        w, top: of :func:`fold_scores` and :func:`tile_maxima`.
         room: shared address of the thread's first word of P^T.
 
     Returns:
         Per head: (tile maximum, sum of the numerators, sum of the numerators times V's bias), this thread's tokens.
     """
     nh = cfg.heads_per_thread
-    top = _tile_max(w, shared, warp, lane, barrier, cfg)
     sums = []
     stores = []
     for j in cutlass.range_constexpr(nh):

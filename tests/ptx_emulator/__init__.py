@@ -4,8 +4,22 @@ from .counters import Counters
 from .debug import Debugger
 from .decode import decode
 from .errors import Deadlock, EmulatorError, Hazard, MemoryFault, PtxError, Race, SyncError, Trap
-from .launch import Launch, launch
+from .launch import Launch
 from .memory import Memory, Ptr
 
-__all__ = ["Counters", "Deadlock", "Debugger", "EmulatorError", "Hazard", "Launch", "Memory", "MemoryFault", "Ptr", "PtxError",
-           "Race", "SyncError", "Trap", "decode", "launch"]
+__all__ = [
+    "Counters",
+    "Deadlock",
+    "Debugger",
+    "EmulatorError",
+    "Hazard",
+    "Launch",
+    "Memory",
+    "MemoryFault",
+    "Ptr",
+    "PtxError",
+    "Race",
+    "SyncError",
+    "Trap",
+    "decode",
+]

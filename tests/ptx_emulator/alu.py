@@ -65,13 +65,15 @@ def _minmax(b: Builder, m: Mods):
     b.emit(ufunc(np.maximum if largest else np.minimum, b.dst(ops[0], t), b.src(ops[1], t), b.src(ops[2], t)))
 
 
-# ---- integer multiply and divide -----------------------------------------------------------------------------------
+# ---- integer multiply and divide ---------------------------------------------------------------------------------
 def _mul_high(t: str):
     kind, bits = t[0], int(t[1:])
     if bits == 64:
+
         def f(x, y):
             out = [(int(p) * int(q)) >> 64 for p, q in zip(x, y, strict=True)]
             return np.array([v & (2**64 - 1) for v in out], np.uint64).view(DTYPE[t])
+
         return f
     wide = np.dtype(("i" if kind == "s" else "u") + str(bits // 4))
     return lambda x, y: (np.multiply(x, y, dtype=wide) >> wide.type(bits)).astype(DTYPE[t])
@@ -150,6 +152,7 @@ def _bfe(b: Builder, m: Mods):
             field_ = (raw | (sign * -1 << bits)) >> p & ((1 << n) - 1)
             out.append((field_ | (sign * -1 << n)) & ((1 << bits) - 1))
         return np.array(out, f"u{bits // 8}").view(DTYPE[t])
+
     b.emit(function(f, b.dst(ops[0], t), b.src(ops[1], t), b.src(ops[2], "u32"), b.src(ops[3], "u32")))
 
 
@@ -164,10 +167,12 @@ def _bfi(b: Builder, m: Mods):
 
     def run(w, R, mask):
         out = []
-        for v, x, q, k in zip(R[a].tolist(), R[base].tolist(), (R[p] & 255).tolist(), (R[n] & 255).tolist(), strict=True):
+        lanes = (R[a].tolist(), R[base].tolist(), (R[p] & 255).tolist(), (R[n] & 255).tolist())
+        for v, x, q, k in zip(*lanes, strict=True):
             ones = (((1 << k) - 1) << q) & ((1 << bits) - 1)
             out.append(((v << q) & ones) | (x & ~ones))
         np.copyto(R[d], np.array(out, DTYPE[t]), where=True if mask is None else mask)
+
     b.emit(run)
 
 
@@ -181,9 +186,11 @@ def _bits(b: Builder, m: Mods):
     m.done()
     ops = b.operands(2)
     n = bits_of(t)
-    f = {"popc": _bit_count,
-         "clz": lambda x: np.array([n - int(v).bit_length() for v in x.tolist()], np.uint32),
-         "brev": lambda x: np.array([int(format(int(v), f"0{n}b")[::-1], 2) for v in x.tolist()], DTYPE[t])}[b.ins.root]
+    f = {
+        "popc": _bit_count,
+        "clz": lambda x: np.array([n - int(v).bit_length() for v in x.tolist()], np.uint32),
+        "brev": lambda x: np.array([int(format(int(v), f"0{n}b")[::-1], 2) for v in x.tolist()], DTYPE[t]),
+    }[b.ins.root]
     b.emit(function(f, b.dst(ops[0], t if b.ins.root == "brev" else "u32"), b.src(ops[1], t)))
 
 
@@ -198,4 +205,5 @@ def _bfind(b: Builder, m: Mods):
     def f(x):
         out = [(v if v >= 0 else ~v).bit_length() - 1 for v in x.tolist()]
         return np.array([(31 - v if shift and v >= 0 else v) & 0xFFFFFFFF for v in out], np.uint32)
+
     b.emit(function(f, b.dst(ops[0], "u32"), b.src(ops[1], t)))

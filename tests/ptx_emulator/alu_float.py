@@ -67,6 +67,7 @@ def packed_op(b: Builder, m: Mods, t: str, f, sources: list) -> None:
     def run(*x):
         x = [unpack(v) for v in x]
         return pack(f(*([ftz(v) for v in x] if flush else x)))
+
     b.emit(function(run, d, *s))
 
 
@@ -87,8 +88,16 @@ def _fma(b: Builder, m: Mods):
 
 
 # ---- special functions (9.7.3): computed in float64 and rounded, the hardware is within a few units in the last place
-_APPROX = {"ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "rsqrt": lambda x: 1 / np.sqrt(x), "sqrt": np.sqrt,
-           "sin": np.sin, "cos": np.cos, "tanh": np.tanh}
+_APPROX = {
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": np.reciprocal,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sqrt": np.sqrt,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+}
 
 
 @opcode(*_APPROX)

@@ -15,7 +15,7 @@ from .errors import Hazard
 
 
 class AsyncOp:
-    """One step of an asynchronous operation. `run` performs it; `ready` says whether all participants have issued it."""
+    """One step of an asynchronous operation: `run` performs it, `ready` says if all participants have issued it."""
 
     __slots__ = ("key", "what", "line", "run", "ready", "done")
 
@@ -75,8 +75,9 @@ class AsyncEngine:
         for queue in self.queues.values():
             for op in queue:
                 if op.what != "global write":
-                    raise Hazard(f"the CTA ended before the {op.what} of line {op.line} had completed: nothing waited "
-                                 "for it")
+                    raise Hazard(
+                        f"the CTA ended before the {op.what} of line {op.line} had completed: nothing waited for it"
+                    )
         while self.step():
             pass
 

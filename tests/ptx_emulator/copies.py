@@ -40,7 +40,7 @@ def _cp(b: Builder, m: Mods):
     b.fail(f"bulk copy from .{spaces[1]} to .{spaces[0]}")
 
 
-# ---- bulk copies ---------------------------------------------------------------------------------------------------
+# ---- bulk copies -------------------------------------------------------------------------------------------------
 def _check_bulk(w, line: int, destination: int, source: int, size: int) -> None:
     for what, value in (("destination", destination), ("source", source), ("size", size)):
         if value % 16:
@@ -53,7 +53,8 @@ def _bulk_load(b: Builder, m: Mods) -> None:
     hint = m.flag("L2::cache_hint")
     m.done()
     ops = b.operands(5 if hint else 4)
-    to, source, barrier = shared_address(b, ops[0], "shared"), wide_address(b, ops[1]), shared_address(b, ops[3], "shared")
+    to, source = shared_address(b, ops[0], "shared"), wide_address(b, ops[1])
+    barrier = shared_address(b, ops[3], "shared")
     count, line = b.src(ops[2], "u32"), b.ins.line
     if hint:
         b.src(ops[4], "b64")
@@ -61,6 +62,7 @@ def _bulk_load(b: Builder, m: Mods) -> None:
     def run(w, R, mask):
         for lane in lanes_of(mask):
             start_load(w, line, int(to(R)[lane]), int(source(R)[lane]), int(R[count][lane]), int(barrier(R)[lane]))
+
     b.emit(run)
 
 
@@ -74,8 +76,10 @@ def start_load(w, line: int, to: int, source: int, size: int, barrier_address: i
         raise MemoryFault(f"{w.name}, line {line}: {e}") from None
     barrier = cta.barriers.at(barrier_address, line)
     if not barrier.fenced:
-        raise SyncError(f"{w.name}, line {line}: bulk copy on the mbarrier at {barrier_address:#x}, whose initialisation "
-                        f"(line {barrier.line}) was not followed by fence.mbarrier_init or fence.proxy.async")
+        raise SyncError(
+            f"{w.name}, line {line}: bulk copy on the mbarrier at {barrier_address:#x}, whose initialisation (line "
+            f"{barrier.line}) was not followed by fence.mbarrier_init or fence.proxy.async"
+        )
     if races:
         barrier.check_visible(w)
         agent = races.agent(("bulk", barrier_address), f"the bulk copies on mbarrier {barrier_address:#x}")
@@ -92,7 +96,9 @@ def start_load(w, line: int, to: int, source: int, size: int, barrier_address: i
                 barrier.clock[0, agent] = max(barrier.clock[0, agent], tick)
             target[start:end] = data[start:end]
             barrier.complete(end - start)
+
         return complete
+
     for start, end in w.launch.scheduler.pieces(size):
         cta.engine.issue(AsyncOp(cta.engine.unordered(), "bulk load", line, piece(start, end)))
 
@@ -111,6 +117,7 @@ def _bulk_store(b: Builder, m: Mods) -> None:
     def run(w, R, mask):
         for lane in lanes_of(mask):
             _start_store(w, lane, line, int(to(R)[lane]), int(source(R)[lane]), int(R[count][lane]))
+
     b.emit(run)
 
 
@@ -139,6 +146,7 @@ def _start_store(w, lane: int, line: int, to: int, source: int, size: int) -> No
 
     def write():
         target[...] = held.pop()
+
     op_read = _StoreRead(key, "bulk store's read of shared memory", line, read)
     op_write = AsyncOp(key, "global write", line, write)
     cta.engine.issue(op_read)
@@ -150,7 +158,7 @@ class _StoreRead(AsyncOp):
     __slots__ = ("clock",)
 
 
-# ---- groups, per thread --------------------------------------------------------------------------------------------
+# ---- groups, per thread ------------------------------------------------------------------------------------------
 def _group(w, kind: str, lane: int) -> list:
     """All groups of a thread, oldest first; the last one is open."""
     return w.state.setdefault((kind, lane), [[]])
@@ -163,12 +171,13 @@ def _commit(w, kind: str, lanes: list[int]) -> None:
 
 def _wait(line: int, kind: str, keep: int, read: bool):
     """Completes all but the newest `keep` committed groups of each thread."""
+
     def run(w, R, mask):
         races = w.cta.races
         for lane in lanes_of(mask):
             groups = _group(w, kind, lane)
             closed = len(groups) - 1
-            for group in groups[:max(closed - keep, 0)]:
+            for group in groups[: max(closed - keep, 0)]:
                 for first, last in group:
                     if not w.cta.engine.force(first if read else last):
                         raise Hazard(f"{w.name}, line {line}: cannot complete a copy")
@@ -176,11 +185,12 @@ def _wait(line: int, kind: str, keep: int, read: bool):
                         agent, tick = first.clock
                         w.clock[0, agent] = max(w.clock[0, agent], tick)
             if not read:
-                del groups[:max(closed - keep, 0)]
+                del groups[: max(closed - keep, 0)]
+
     return run
 
 
-# ---- cp.async ------------------------------------------------------------------------------------------------------
+# ---- cp.async ----------------------------------------------------------------------------------------------------
 def _cp_async(b: Builder, m: Mods) -> None:
     """Per-thread copies of 4, 8 or 16 bytes; generic proxy, so no proxy fence is needed after the wait."""
     if m.flag("commit_group"):
@@ -197,9 +207,10 @@ def _cp_async(b: Builder, m: Mods) -> None:
         def everything(w, R, mask):
             _commit(w, "cp", lanes_of(mask))
             wait(w, R, mask)
+
         return b.emit(everything)
     if m.flag("mbarrier"):
-        b.fail("cp.async.mbarrier.arrive is not modelled")
+        return _cp_async_arrive(b, m)
     m.one_of("ca", "cg", required=True)
     m.one_of("shared", "shared::cta", required=True)
     m.expect("global")
@@ -215,6 +226,38 @@ def _cp_async(b: Builder, m: Mods) -> None:
         t, s = to(R), source(R)
         for lane in lanes_of(mask):
             _start_cp(w, lane, line, int(t[lane]), int(s[lane]), size, int(R[used][lane]))
+
+    b.emit(run)
+
+
+def _cp_async_arrive(b: Builder, m: Mods) -> None:
+    """Arrives on an mbarrier once this thread's earlier cp.async are done (9.7.13.15.14). Without .noinc the pending
+    count is raised first, so that the arrival does not count."""
+    m.expect("arrive")
+    raised = not m.flag("noinc")
+    space = m.one_of("shared", "shared::cta")
+    m.last_type("b64")
+    m.done()
+    address, line = shared_address(b, b.operands(1)[0], space), b.ins.line
+
+    def run(w, R, mask):
+        a = address(R)
+        for lane in lanes_of(mask):
+            barrier = w.cta.barriers.at(int(a[lane]), line)
+            earlier = [op for group in _group(w, "cp", lane) for op, _ in group]
+            if raised:
+                barrier.pending += 1
+            if w.cta.races:
+                barrier.check_visible(w)
+
+            def arrive(barrier=barrier, earlier=earlier):
+                for agent, tick in (op.clock for op in earlier if op.clock):
+                    barrier.clock[0, agent] = max(barrier.clock[0, agent], tick)
+                barrier.arrive(1)
+
+            ready = lambda earlier=earlier: all(op.done for op in earlier)  # noqa: E731
+            w.cta.engine.issue(AsyncOp(w.cta.engine.unordered(), "cp.async arrival", line, arrive, ready))
+
     b.emit(run)
 
 
@@ -237,6 +280,7 @@ def _start_cp(w, lane: int, line: int, to: int, source: int, size: int, used: in
             op.clock = (agent, tick)
         target[:used] = data
         target[used:] = 0
+
     op = _StoreRead(w.cta.engine.unordered(), "cp.async", line, complete)
     op.clock = None
     w.cta.engine.issue(op)

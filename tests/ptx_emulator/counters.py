@@ -8,13 +8,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 _CLASSES = {
-    "wgmma": "matrix", "mma": "matrix", "tcgen05": "matrix", "bra": "control", "ret": "control", "exit": "control",
-    "bar": "sync", "barrier": "sync", "mbarrier": "sync", "fence": "sync", "membar": "sync", "ld": "memory", "st": "memory",
-    "atom": "memory", "red": "memory", "cp": "copy", "ldmatrix": "memory", "stmatrix": "memory", "shfl": "warp",
-    "vote": "warp", "redux": "warp", "elect": "warp", "match": "warp", "ex2": "special", "lg2": "special",
-    "rcp": "special", "rsqrt": "special", "sqrt": "special", "tanh": "special", "cvt": "convert", "and": "logic",
-    "or": "logic", "xor": "logic", "not": "logic", "lop3": "logic", "shl": "logic", "shr": "logic", "shf": "logic",
-    "prmt": "logic", "mov": "move", "selp": "move"}
+    root: name
+    for name, roots in {
+        "matrix": "wgmma mma tcgen05",
+        "control": "bra ret exit",
+        "sync": "bar barrier mbarrier fence membar",
+        "memory": "ld st atom red ldmatrix stmatrix",
+        "copy": "cp",
+        "warp": "shfl vote redux elect match",
+        "special": "ex2 lg2 rcp rsqrt sqrt sin cos tanh",
+        "convert": "cvt",
+        "logic": "and or xor not lop3 shl shr shf prmt",
+        "move": "mov selp",
+    }.items()
+    for root in roots.split()
+}
 
 
 def instruction_class(ins) -> str:
@@ -52,7 +60,7 @@ class Counters:
         words = max(size // 4, 1)
         per_pass = 32 // words
         for start in range(0, len(addresses), per_pass):
-            first = addresses[start:start + per_pass].astype(np.int64) >> 2
+            first = addresses[start : start + per_pass].astype(np.int64) >> 2
             touched = np.unique((first[:, None] + np.arange(words)).ravel())
             degree = int(np.bincount(touched % 32, minlength=32).max())
             self.shared_wavefronts += degree
@@ -65,15 +73,15 @@ class Counters:
         self.multiply_adds[unit] += multiply_adds
         self.matrix_operations[unit] += 1
 
-    def add_warp(self, warp) -> None:
-        """Collects a finished warp's block counts."""
-        classes = self.warps.setdefault(warp.index, Counter())
-        for block, times in zip(warp.program.blocks, warp.counts, strict=True):
-            if times:
+    def add_blocks(self, blocks: list, warp: int, times: list[int]) -> None:
+        """Adds how often a warp number executed each block."""
+        classes = self.warps.setdefault(warp, Counter())
+        for block, n in zip(blocks, times, strict=True):
+            if n:
                 for ins in block.all_instructions:
-                    classes[instruction_class(ins)] += times
-                    self.opcodes[ins.opcode] += times
-                    self.instructions += times
+                    classes[instruction_class(ins)] += n
+                    self.opcodes[ins.opcode] += n
+                    self.instructions += n
 
     def role(self, warps) -> Counter:
         """Instructions by class of a set of warps, e.g. `role(range(12, 16))` for a producer warpgroup."""

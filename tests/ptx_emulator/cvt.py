@@ -8,7 +8,7 @@ from . import lowfloat as lf
 from .alu_float import ftz
 from .closures import function
 from .decode import DTYPE, Builder, Mods, bits_of, opcode
-from .parser import Reg
+from .syntax import Reg
 
 INTS = ("u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")
 FLOATS = ("f16", "bf16", "f32", "f64")
@@ -71,6 +71,7 @@ def _to_int(b: Builder, m: Mods, target: str, source: str, saturate: bool):
             if dtype.itemsize == 8:
                 out[np.isnan(v)] = np.array([1 << 63], np.uint64).view(dtype)[0]
             return out
+
         return from_float
     if saturate:
         low, high = DTYPE[source], np.iinfo(DTYPE[source])
@@ -95,6 +96,7 @@ def _to_float(b: Builder, m: Mods, target: str, source: str, saturate: bool, flu
         if relu:
             v = np.where(np.isnan(v), v, np.maximum(v, 0))
         return np.clip(np.nan_to_num(v, nan=0.0), 0, 1) if saturate else v
+
     if target == "tf32":
         if rounding not in ("rna", "rn", "rz"):
             b.fail("tf32 needs .rn, .rna or .rz")
@@ -116,7 +118,8 @@ def _to_float(b: Builder, m: Mods, target: str, source: str, saturate: bool, flu
 
 def _tf32(v, rounding: str):
     bits = np.ascontiguousarray(v, np.float32).view(np.uint32)
-    add = {"rna": np.uint32(0x1000), "rz": np.uint32(0), "rn": np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))}
+    even = np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
+    add = {"rna": np.uint32(0x1000), "rz": np.uint32(0), "rn": even}
     return (bits + add[rounding]) & np.uint32(0xFFFFE000)
 
 
@@ -162,9 +165,11 @@ def _to_pair(b: Builder, m: Mods, target: str, source: str) -> None:
 def _pair_encoder(target: str, satfinite: bool):
     """(low values, high values) -> register lanes."""
     if target == "f16x2":
+
         def half(v):
             v = np.clip(v, -65504, 65504) if satfinite else v
             return v.astype(np.float16).view(np.uint16)
+
         return lambda lo, hi: lf.pair(half(lo), half(hi))
     if target == "bf16x2":
         return lambda lo, hi: lf.pair(lf.f32_to_bf16(lo), lf.f32_to_bf16(hi))

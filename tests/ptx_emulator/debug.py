@@ -66,5 +66,7 @@ class Debugger:
         for (a, b), old in zip(self.watches, before, strict=True):
             new = warp.cta.shared.bytes[a:b]
             if not np.array_equal(old, new):
-                self.write(f"shared {a:#x}..{b:#x} changed by {warp.name} line {ins.line}: {ins.text}\n"
-                           f"    {old.tobytes().hex(' ')}\n    {new.tobytes().hex(' ')}")
+                self.write(
+                    f"shared {a:#x}..{b:#x} changed by {warp.name} line {ins.line}: {ins.text}\n"
+                    f"    {old.tobytes().hex(' ')}\n    {new.tobytes().hex(' ')}"
+                )

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .errors import PtxError
-from .parser import Imm, Instruction, Kernel, Label, Not, Reg, Sink, Special, Sym, Vec, parse_module
+from .parser import parse_module
+from .syntax import Imm, Instruction, Kernel, Label, Not, Reg, Sink, Special, Sym, Vec
 
+# fmt: off
 DTYPE = {
     "pred": np.dtype(bool), "b8": np.dtype("u1"), "u8": np.dtype("u1"), "s8": np.dtype("i1"), "b16": np.dtype("u2"),
     "u16": np.dtype("u2"), "s16": np.dtype("i2"), "f16": np.dtype("f2"), "bf16": np.dtype("u2"),
@@ -29,8 +31,11 @@ DTYPE = {
     "f16x2": np.dtype("u4"), "bf16x2": np.dtype("u4"), "e4m3x2": np.dtype("u2"), "e5m2x2": np.dtype("u2"),
     "b64": np.dtype("u8"), "u64": np.dtype("u8"), "s64": np.dtype("i8"), "f64": np.dtype("f8"),
     "f32x2": np.dtype("u8")}
-SHARED_BASE = 1024          # shared-memory addresses start above the part reserved by the system
-SHARED_WINDOW = 1 << 40     # generic addresses of shared memory; global allocations lie far above
+# fmt: on
+
+
+SHARED_BASE = 1024  # shared-memory addresses start above the part reserved by the system
+SHARED_WINDOW = 1 << 40  # generic addresses of shared memory; global allocations lie far above
 LOCAL_WINDOW = 1 << 41
 FULL = 0xFFFFFFFF
 
@@ -59,8 +64,9 @@ class Mods:
 
     def last_type(self, *allowed: str) -> str:
         if not self.left or self.left[-1] not in allowed:
-            raise PtxError(f"line {self.ins.line}: type .{self.left[-1] if self.left else ''} not supported: "
-                           f"{self.ins.text}")
+            raise PtxError(
+                f"line {self.ins.line}: type .{self.left[-1] if self.left else ''} not supported: {self.ins.text}"
+            )
         return self.left.pop()
 
     def expect(self, *names: str) -> None:
@@ -83,11 +89,11 @@ class Block:
 
     index: int
     body: list = field(default_factory=list)
-    instructions: list = field(default_factory=list)    # of the body, parallel to it
+    instructions: list = field(default_factory=list)  # of the body, parallel to it
     control: Callable | None = None
     control_instruction: Instruction | None = None
-    needs: int | None = None        # slot of a member mask whose lanes must be converged here
-    touch: int = 0                  # bit mask of registers read or written
+    needs: int | None = None  # slot of a member mask whose lanes must be converged here
+    touch: int = 0  # bit mask of registers read or written
     cost: int = 0
 
     @property
@@ -106,12 +112,14 @@ OPCODES: dict[str, Callable] = {}
 
 def opcode(*names: str):
     """Registers a decoder for the given opcode roots."""
+
     def register(f):
         for name in names:
             if name in OPCODES:
                 raise ValueError(f"opcode {name} registered twice")
             OPCODES[name] = f
         return f
+
     return register
 
 
@@ -121,16 +129,17 @@ class Program:
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
         self.name = kernel.name
-        self.slots: list[tuple] = []            # ("reg", id, dtype) | ("const", array) | ("special", name, dtype)
+        self.slots: list[tuple] = []  # ("reg", id, dtype) | ("const", array) | ("special", name, dtype)
         self._slot_of: dict[tuple, int] = {}
         self.blocks: list[Block] = []
         self.targets: dict[str, Target] = {}
         self.uses_wgmma = any(i.root == "wgmma" for i in kernel.body if isinstance(i, Instruction))
         self.uses_tcgen05 = any(i.root == "tcgen05" for i in kernel.body if isinstance(i, Instruction))
         self.race_granule = 4
-        self.touched: dict[int, int] = {}       # id(instruction) -> register mask
+        self.touched: dict[int, int] = {}  # id(instruction) -> register mask
         self._place_variables()
         Builder(self).build()
+        self.special_slots = [(i, *rest) for i, (kind, *rest) in enumerate(self.slots) if kind == "special"]
 
     def _place_variables(self) -> None:
         """Static shared variables first, the dynamic block after them (5.1.7); local variables per thread."""
@@ -168,7 +177,7 @@ class Builder:
         self.params = {p.name: p for p in self.kernel.params}
         self._fresh()
 
-    # ---- operands --------------------------------------------------------------------------------------------------
+    # ---- operands -------------------------------------------------------------------------------------------------
     def fail(self, why: str):
         raise PtxError(f"line {self.ins.line}: {why}: {self.ins.text}")
 
@@ -249,7 +258,7 @@ class Builder:
             self.fail(f"integer constant expected, got {x}")
         return x.value
 
-    # ---- emission --------------------------------------------------------------------------------------------------
+    # ---- emission -------------------------------------------------------------------------------------------------
     def _fresh(self) -> None:
         block = Block(len(self.program.blocks))
         self.program.blocks.append(block)
@@ -294,6 +303,7 @@ class Builder:
             p = ~R[slot] if negated else R[slot]
             p = p.copy() if m is None else p & m
             return None if p.all() else p
+
         return lanes
 
     def target(self, name: str) -> Target:
@@ -330,6 +340,7 @@ def _guarded(f: Callable, slot: int, negated: bool) -> Callable:
             f(w, R, None)
         elif p.any():
             f(w, R, p.copy() if m is None and not negated else p)
+
     return g
 
 

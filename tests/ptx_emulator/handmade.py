@@ -13,15 +13,16 @@ KIND_SIZE = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "u8": 1, "s8": 1, "e2m1"
 _CLASS = {1: ("p", "pred"), 8: ("h", "b8"), 16: ("h", "b16"), 32: ("r", "b32"), 64: ("q", "b64")}
 
 
-def module(body: str, params: str = ".param .u64 out", *, shared: int = 0, threads: int = 0, name: str = "k") -> str:
-    """A module with one kernel. Registers %p, %h, %r, %f, %q (pred, 16, 32, 32, 64 bits) and %acc, %qd are declared."""
+def module(
+    body: str, params: str = ".param .u64 out", *, shared: int = 0, target: str = "sm_90a", name: str = "k"
+) -> str:
+    """A module with one kernel. Registers %p, %h, %r, %f and %q (1, 16, 32, 32 and 64 bits) are declared."""
     static = f".shared .align 1024 .b8 smem[{shared}];" if shared else ".extern .shared .align 1024 .b8 smem[];"
-    required = f".reqntid {threads}, 1, 1" if threads else ""
     return f""".version 8.8
-.target sm_90a
+.target {target}
 .address_size 64
 {static}
-.visible .entry {name}({params}) {required}
+.visible .entry {name}({params})
 {{
 .reg .pred %p<16>;
 .reg .b16 %h<16>;
@@ -50,8 +51,11 @@ def evaluate(instruction: str, result: str, **inputs) -> np.ndarray:
         args.append(data)
         letter = "h" if type_ == "pred" else _CLASS[8 * size][0]
         names[name] = f"%{letter}{i}"
-        lines += [f"ld.param.u64 %q29, [in{i}];", f"mad.wide.u32 %q28, %r60, {size}, %q29;",
-                  f"ld.global.b{8 * size} %{letter}{i}, [%q28];"]
+        lines += [
+            f"ld.param.u64 %q29, [in{i}];",
+            f"mad.wide.u32 %q28, %r60, {size}, %q29;",
+            f"ld.global.b{8 * size} %{letter}{i}, [%q28];",
+        ]
         if type_ == "pred":
             lines.append(f"setp.ne.b16 %p{i}, %h{i}, 0;")
             names[name] = f"%p{i}"
@@ -80,7 +84,7 @@ def operand(rng, kind: str, rows: int, k: int):
     if kind == "e2m1":
         return raw & 15, DECODE[kind][raw & 15]
     if kind in DECODE:
-        raw = raw & 0x80 | 0x38 | raw & 0x0C            # +-1, 1.5, 2, 3: sums of 32 products stay exact
+        raw = raw & 0x80 | 0x38 | raw & 0x0C  # +-1, 1.5, 2, 3: sums of 32 products stay exact
         return raw, DECODE[kind][raw]
     return raw, raw.view(np.int8).astype(np.int64) if kind == "s8" else raw.astype(np.int64)
 
@@ -90,14 +94,14 @@ def place(raw: np.ndarray, k_major: bool, swizzle: int):
     size, (rows, k) = raw.itemsize, raw.shape
     wide = swizzle or 16
     image, end = np.zeros(rows * k * size * 8 + 4096, np.uint8), 0
-    along, across = (k, rows) if k_major else (rows, k)         # along: the contiguous direction
+    along, across = (k, rows) if k_major else (rows, k)  # along: the contiguous direction
     panels = -(-along * size // wide)
     if k_major:
         leading, stride = (128, 128 * panels) if swizzle == 0 else (0, 8 * wide)
     else:
         leading, stride = (128 * -(-across // 8), 128) if swizzle == 0 else (8 * wide * -(-across // 8), 8 * wide)
     if not k_major and swizzle == 0:
-        leading, stride = stride, leading       # without swizzle, MN-major: leading steps over k, stride over mn
+        leading, stride = stride, leading  # without swizzle, MN-major: leading steps over k, stride over mn
     for r in range(rows):
         for c in range(k):
             a, b = (c, r) if k_major else (r, c)
@@ -112,6 +116,6 @@ def place(raw: np.ndarray, k_major: bool, swizzle: int):
             else:
                 base = panel * leading + b // 8 * stride
             at = base + row * wide + chunk * 16 + inside % 16
-            image[at:at + size] = raw[r:r + 1, c].view(np.uint8)
+            image[at : at + size] = raw[r : r + 1, c].view(np.uint8)
             end = max(end, at + size)
     return image[:end], leading, stride

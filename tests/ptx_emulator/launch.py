@@ -14,8 +14,22 @@ from .machine import CTA
 from .memory import Memory, Ptr
 from .scheduler import Scheduler
 
-_PACK = {"u8": "B", "s8": "b", "b8": "B", "u16": "H", "s16": "h", "b16": "H", "u32": "I", "s32": "i", "b32": "I",
-         "f32": "f", "u64": "Q", "s64": "q", "b64": "Q", "f64": "d"}
+_PACK = {
+    "u8": "B",
+    "s8": "b",
+    "b8": "B",
+    "u16": "H",
+    "s16": "h",
+    "b16": "H",
+    "u32": "I",
+    "s32": "i",
+    "b32": "I",
+    "f32": "f",
+    "u64": "Q",
+    "s64": "q",
+    "b64": "Q",
+    "f64": "d",
+}
 
 
 class Launch:
@@ -23,8 +37,8 @@ class Launch:
 
     ptx     PTX text, an object with `.ptx`, or a compiled CuTe DSL function (its `.artifacts.PTX`)
     grid, block     one to three integers
-    args    one value per kernel parameter: an array or tensor (a pointer to it), `Ptr(array, byte_offset)`, an integer or
-            float, or bytes for a struct
+    args    one value per kernel parameter: an array or tensor (a pointer to it), `Ptr(array, byte_offset)`, an integer
+            (also an address made by Memory.address), a float, or bytes for a struct
     smem    dynamic shared memory in bytes
     seed, schedule      see scheduler.py; `seed=3` alone means schedule="random"
     memory  a Memory shared by several launches (one is made if left out)
@@ -35,9 +49,24 @@ class Launch:
     debug   a Debugger
     """
 
-    def __init__(self, ptx, grid, block, args=(), *, smem: int = 0, seed: int | None = None, schedule: str | None = None,
-                 memory: Memory | None = None, entry: str | None = None, races: bool = True, conflicts: bool = False,
-                 resident: int | None = None, max_instructions: int = 50_000_000, debug=None):
+    def __init__(
+        self,
+        ptx,
+        grid,
+        block,
+        args=(),
+        *,
+        smem: int = 0,
+        seed: int | None = None,
+        schedule: str | None = None,
+        memory: Memory | None = None,
+        entry: str | None = None,
+        races: bool = True,
+        conflicts: bool = False,
+        resident: int | None = None,
+        max_instructions: int = 50_000_000,
+        debug=None,
+    ):
         text = ptx if isinstance(ptx, str) else ptx.ptx if hasattr(ptx, "ptx") else ptx.artifacts.PTX
         self.program = decode(text, entry)
         self.grid, self.block = _three(grid), _three(block)
@@ -52,6 +81,7 @@ class Launch:
         self.resident = resident or (1 if schedule != "random" else 3)
         self.max_instructions = max_instructions
         self.debug = debug
+        self.spare_registers: dict[int, list] = {}
         self._check()
 
     def _check(self) -> None:
@@ -71,7 +101,7 @@ class Launch:
             raise EmulatorError(f"{len(args)} arguments for {len(params)} parameters of {self.program.name}")
         out = bytearray(self.program.kernel.param_bytes)
         for p, value in zip(params, args, strict=True):
-            out[p.offset:p.offset + p.size] = self._one(p, value)
+            out[p.offset : p.offset + p.size] = self._one(p, value)
         return bytes(out)
 
     def _one(self, p, value) -> bytes:
@@ -101,24 +131,24 @@ class Launch:
         """Runs the whole grid; returns the counters. Raises an EmulatorError on the first thing that is wrong."""
         start = time.perf_counter()
         gx, gy, gz = self.grid
+        executed = np.zeros((-(-self.threads // 32), len(self.program.blocks)), np.int64)
         order = list(range(gx * gy * gz))
         if self.scheduler.rng is not None:
             self.scheduler.rng.shuffle(order)
         with np.errstate(all="ignore"):
             for first in range(0, len(order), self.resident):
-                ctas = [CTA(self, i, (i % gx, i // gx % gy, i // (gx * gy))) for i in order[first:first + self.resident]]
+                ctas = [
+                    CTA(self, i, (i % gx, i // gx % gy, i // (gx * gy))) for i in order[first : first + self.resident]
+                ]
                 self.scheduler.run(ctas)
-                for cta in ctas:
-                    for warp in cta.warps:
-                        self.counters.add_warp(warp)
+                for warp in (w for cta in ctas for w in cta.warps):
+                    executed[warp.index] += warp.counts
+                    warp.retire()
+        for index, times in enumerate(executed.tolist()):
+            self.counters.add_blocks(self.program.blocks, index, times)
         self.counters.ctas = len(order)
         self.counters.seconds = time.perf_counter() - start
         return self.counters
-
-
-def launch(ptx, grid, block, args=(), **options) -> Counters:
-    """Launch(...).run()"""
-    return Launch(ptx, grid, block, args, **options).run()
 
 
 def _three(x) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from .closures import function, ufunc
 from .decode import DTYPE, Builder, Mods, bits_of, opcode
-from .parser import Imm
+from .syntax import Imm
 
 INTS = ("u16", "u32", "u64", "s16", "s32", "s64")
 
@@ -42,6 +42,7 @@ def _shift(b: Builder, m: Mods):
         small = np.minimum(count, bits - 1).astype(dtype)
         out = shift(v, small)
         return out if t[0] == "s" else np.where(count < bits, out, dtype(0))
+
     b.emit(function(f, d, x, n))
 
 
@@ -60,6 +61,7 @@ def _funnel(b: Builder, m: Mods):
 
     def clamped(lo, hi, n):
         return np.where(n >= 32, lo if side == "l" else hi, f(lo, hi, np.minimum(n, np.uint32(31))))
+
     b.emit(function(f if mode == "wrap" else clamped, b.dst(ops[0], t), *(b.src(x, t) for x in ops[1:])))
 
 
@@ -77,15 +79,22 @@ def _lop3(b: Builder, m: Mods):
             if table >> i & 1:
                 out |= (x if i & 4 else ~x) & (y if i & 2 else ~y) & (z if i & 1 else ~z)
         return out
-    short = {0xC0: lambda x, y, z: x & y, 0xEA: lambda x, y, z: (x & y) | z, 0xF8: lambda x, y, z: x | (y & z),
-             0x96: lambda x, y, z: x ^ y ^ z, 0x6A: lambda x, y, z: (x & y) ^ z, 0x80: lambda x, y, z: x & y & z,
-             0xFE: lambda x, y, z: x | y | z}
+
+    short = {
+        0xC0: lambda x, y, z: x & y,
+        0xEA: lambda x, y, z: (x & y) | z,
+        0xF8: lambda x, y, z: x | (y & z),
+        0x96: lambda x, y, z: x ^ y ^ z,
+        0x6A: lambda x, y, z: (x & y) ^ z,
+        0x80: lambda x, y, z: x & y & z,
+        0xFE: lambda x, y, z: x | y | z,
+    }
     b.emit(function(short.get(table, f), b.dst(ops[0], t), *(b.src(x, t) for x in ops[1:4])))
 
 
 @opcode("prmt")
 def _prmt(b: Builder, m: Mods):
-    """Byte permute, default mode (9.7.8.8): selector nibble bits 0..2 pick a byte of {b,a}, bit 3 replicates its sign."""
+    """Byte permute, default mode (9.7.8.8): nibble bits 0..2 pick a byte of {b,a}, bit 3 replicates its sign."""
     t = m.last_type("b32")
     m.done()
     ops = b.operands(4)
@@ -100,4 +109,5 @@ def _prmt(b: Builder, m: Mods):
         if (nibbles & 8).any():
             out = np.where(nibbles & 8, np.where(out & 0x80, 255, 0).astype(np.uint8), out)
         return np.ascontiguousarray(out).view(np.uint32)[:, 0]
+
     b.emit(function(f, d, x, y, c))

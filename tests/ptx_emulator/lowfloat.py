@@ -17,7 +17,7 @@ def _table(exponent_bits: int, mantissa_bits: int, bias: int, special: str) -> n
     value = np.where(e == 0, f * 2.0 ** (1 - bias), (1 + f) * 2.0 ** (e - float(bias)))
     top = e == (1 << exponent_bits) - 1
     if special == "nan":
-        value[top & (f == 1 - 2.0 ** -mantissa_bits)] = np.nan
+        value[top & (f == 1 - 2.0**-mantissa_bits)] = np.nan
     elif special == "ieee":
         value[top] = np.where(f[top] == 0, np.inf, np.nan)
     return sign * value

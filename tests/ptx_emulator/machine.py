@@ -11,7 +11,7 @@ import numpy as np
 
 from .decode import FULL, Program
 from .errors import EmulatorError, Hazard, SyncError
-from .memory import SharedMemory
+from .memory import POISON, SharedMemory
 from .races import RaceDetector, new_clock
 
 LANES = np.arange(32)
@@ -24,7 +24,7 @@ class Group:
 
     def __init__(self, pc: int, mask):
         self.pc, self.mask, self.wait, self.timed_out = pc, mask, None, False
-        self.last = pc          # the block it executed last: where it waits
+        self.last = pc  # the block it executed last: where it waits
 
 
 class Converge:
@@ -51,33 +51,49 @@ class Warp:
         self.agent = index
         self.clock = new_clock()
         self.clock[0, index] = 1
-        self.registers_in_flight = 0        # bit mask: registers an unfinished wgmma owns
-        self.unfenced = 0                   # bit mask: registers touched since the last wgmma.fence
-        self.unfenced_barriers: list = []   # mbarriers initialised since the last fence
-        self.state: dict = {}               # per-warp state of the asynchronous units
+        self.registers_in_flight = 0  # bit mask: registers an unfinished wgmma owns
+        self.unfenced = 0  # bit mask: registers touched since the last wgmma.fence
+        self.unfenced_barriers: list = []  # mbarriers initialised since the last fence
+        self.state: dict = {}  # per-warp state of the asynchronous units
         self.local = np.zeros((32, self.program.local_bytes), np.uint8) if self.program.local_bytes else None
         self.R = self._views()
 
-    # ---- registers -------------------------------------------------------------------------------------------------
+    # ---- registers ------------------------------------------------------------------------------------------------
     def _views(self) -> list:
-        backing, R = {}, []
-        for kind, *rest in self.program.slots:
-            if kind == "reg":
-                number, dtype = rest
-                if number not in backing:
-                    bits = self.program.kernel.registers[number].bits
-                    backing[number] = np.zeros(32, bool) if bits == 1 else np.full(32 * bits // 8, 0xFF, np.uint8)
-                raw = backing[number]
-                if raw.dtype == bool:
-                    R.append(raw)
-                else:
-                    whole = raw.view(dtype)
-                    R.append(whole[::len(whole) // 32])
-            elif kind == "const":
-                R.append(np.full(32, np.frombuffer(rest[1], rest[0])[0]))
-            else:
-                R.append(self._special(rest[0]).astype(rest[1]))
+        """The slots of this warp: views of one buffer of registers, constants and special registers. Buffers are passed
+        on from CTA to CTA; a new CTA finds its registers poisoned like its shared memory."""
+        spare = self.launch.spare_registers.get(self.index)
+        if spare:
+            buffer, predicates, R = spare.pop()
+        else:
+            buffer, predicates, R = self._allocate()
+        buffer.fill(POISON)
+        predicates.fill(False)
+        for i, name, dtype in self.program.special_slots:
+            R[i] = self._special(name).astype(dtype)
+        self._backing = buffer, predicates, R
         return R
+
+    def _allocate(self) -> tuple[np.ndarray, np.ndarray, list]:
+        registers = self.program.kernel.registers
+        starts = np.cumsum([0] + [0 if r.bits == 1 else 4 * r.bits for r in registers])
+        buffer, predicates = np.empty(int(starts[-1]), np.uint8), np.empty((len(registers), 32), bool)
+        R: list = []
+        for kind, *rest in self.program.slots:
+            if kind == "const":
+                R.append(np.full(32, np.frombuffer(rest[1], rest[0])[0]))
+            elif kind == "special":
+                R.append(None)
+            elif registers[rest[0]].bits == 1:
+                R.append(predicates[rest[0]])
+            else:
+                whole = buffer[starts[rest[0]] : starts[rest[0] + 1]].view(rest[1])
+                R.append(whole[:: len(whole) // 32])
+        return buffer, predicates, R
+
+    def retire(self) -> None:
+        """Gives the register buffers to the next CTA."""
+        self.launch.spare_registers.setdefault(self.index, []).append(self._backing)
 
     def register(self, name: str) -> np.ndarray:
         """The lanes of a register by its PTX name, as unsigned integers (for debugging)."""
@@ -93,27 +109,48 @@ class Warp:
         bx, by, _ = launch.block
         axes = {"x": 0, "y": 1, "z": 2}
         base, _, axis = name.partition(".")
-        lane_masks = {"%lanemask_eq": 1 << LANES, "%lanemask_lt": (1 << LANES) - 1, "%lanemask_le": (2 << LANES) - 1,
-                      "%lanemask_gt": FULL ^ ((2 << LANES) - 1), "%lanemask_ge": FULL ^ ((1 << LANES) - 1)}
+        lane_masks = {
+            "%lanemask_eq": 1 << LANES,
+            "%lanemask_lt": (1 << LANES) - 1,
+            "%lanemask_le": (2 << LANES) - 1,
+            "%lanemask_gt": FULL ^ ((2 << LANES) - 1),
+            "%lanemask_ge": FULL ^ ((1 << LANES) - 1),
+        }
         if base in lane_masks:
             return lane_masks[base]
         if axis in axes:
             i = axes[axis]
             if base == "%tid":
                 return (thread % bx, thread // bx % by, thread // (bx * by))[i]
-            values = {"%ntid": launch.block, "%ctaid": cta.position, "%nctaid": launch.grid, "%clusterid": cta.position,
-                      "%nclusterid": launch.grid, "%cluster_ctaid": (0, 0, 0), "%cluster_nctaid": (1, 1, 1)}
+            values = {
+                "%ntid": launch.block,
+                "%ctaid": cta.position,
+                "%nctaid": launch.grid,
+                "%clusterid": cta.position,
+                "%nclusterid": launch.grid,
+                "%cluster_ctaid": (0, 0, 0),
+                "%cluster_nctaid": (1, 1, 1),
+            }
             if base in values:
                 return np.full(32, values[base][i])
-        values = {"%laneid": LANES, "%warpid": self.index, "%nwarpid": len(cta.warps) or 1, "%smid": cta.index % 132,
-                  "%nsmid": 132, "%gridid": 0, "%cluster_ctarank": 0, "%cluster_nctarank": 1,
-                  "%dynamic_smem_size": launch.smem, "%total_smem_size": launch.smem + self.program.static_end,
-                  "%is_explicit_cluster": 0}
+        values = {
+            "%laneid": LANES,
+            "%warpid": self.index,
+            "%nwarpid": len(cta.warps) or 1,
+            "%smid": cta.index % 132,
+            "%nsmid": 132,
+            "%gridid": 0,
+            "%cluster_ctarank": 0,
+            "%cluster_nctarank": 1,
+            "%dynamic_smem_size": launch.smem,
+            "%total_smem_size": launch.smem + self.program.static_end,
+            "%is_explicit_cluster": 0,
+        }
         if name in values:
             return np.full(32, values[name])
         raise EmulatorError(f"special register {name} is not modelled")
 
-    # ---- execution -------------------------------------------------------------------------------------------------
+    # ---- execution ------------------------------------------------------------------------------------------------
     @property
     def finished(self) -> bool:
         return not self.groups
@@ -176,7 +213,8 @@ class Warp:
             g.pc += 1
             if block.control is not None:
                 g.last = block.index
-                block.control(self, g)
+                if not block.control(self, g) and g.pc == g.last and g.wait is not None:
+                    counts[g.pc] -= 1  # it will be executed again
 
     def _converged(self, g: Group, block) -> bool:
         """False, and the group waits, while lanes of the member mask are still elsewhere."""
@@ -190,7 +228,7 @@ class Warp:
             raise SyncError(f"{self.name}: a .sync instruction waits for lanes that are not in the warp")
         for x in others:
             if x.wait is _CONVERGE and x.pc == g.pc:
-                x.wait = None       # they meet here
+                x.wait = None  # they meet here
                 return False
         g.wait, g.last = _CONVERGE, g.pc
         return False
@@ -215,8 +253,10 @@ class Warp:
             touched = self.program.touched[id(ins)] & self.registers_in_flight
             if touched:
                 name = self.program.kernel.registers[touched.bit_length() - 1].name
-                raise Hazard(f"{self.name}, line {ins.line}: register {name} belongs to a wgmma or tcgen05.ld still in "
-                             f"flight; its wait is missing before: {ins.text}")
+                raise Hazard(
+                    f"{self.name}, line {ins.line}: register {name} belongs to a wgmma or tcgen05.ld still in "
+                    f"flight; its wait is missing before: {ins.text}"
+                )
 
     def describe(self) -> str:
         parts = []
@@ -228,7 +268,7 @@ class Warp:
             parts.append(f"  {self.name}{lanes} at {where} -- {g.wait.describe() if g.wait else 'can run'}")
         return "\n".join(parts)
 
-    # ---- memory ordering -------------------------------------------------------------------------------------------
+    # ---- memory ordering ------------------------------------------------------------------------------------------
     def release(self, clock: np.ndarray) -> None:
         np.maximum(clock, self.clock, out=clock)
         self.clock[0, self.agent] += 1
@@ -261,7 +301,7 @@ class CTA:
             self.races = RaceDetector(end, count, launch.program.race_granule, cells)
         self.engine = AsyncEngine(self)
         self.barriers = Barriers(self)
-        self.units: dict = {}               # matrix units, created when first used
+        self.units: dict = {}  # matrix units, created when first used
         self.warps = [Warp(self, i) for i in range(count)]
         self.ended = 0
 

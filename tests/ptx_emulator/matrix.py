@@ -1,8 +1,8 @@
 """What the matrix units share: shared-memory descriptors, operand decoding and the arithmetic.
 
 Layouts are the canonical ones of the PTX ISA (9.7.15.5.1 wgmma, 9.7.17.5 tcgen05, "Shared Memory Matrix Layout" and
-"Strides"): core matrices of 8 rows of 16 bytes, without swizzle, or rows of 32, 64 or 128 bytes whose 16-byte chunks are
-XORed with address bits 7 and up.
+"Strides"): core matrices of 8 rows of 16 bytes, without swizzle, or rows of 32, 64 or 128 bytes whose 16-byte chunks
+are XORed with address bits 7 and up.
 
 Arithmetic as measured on Hopper: the exact products and the accumulator are aligned to the largest of them, cut off
 (towards zero) below a window of 14 bits for 8-bit floats and 25 bits for f16 and bf16, and added; integers are exact.
@@ -19,7 +19,18 @@ from . import lowfloat as lf
 from .errors import PtxError
 
 SWIZZLE_BITS = {128: 3, 64: 2, 32: 1, 0: 0}
-ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "u8": 1, "s8": 1, "e2m1": 1, "e2m3": 1, "e3m2": 1}
+ELEMENT_BYTES = {
+    "f16": 2,
+    "bf16": 2,
+    "tf32": 4,
+    "e4m3": 1,
+    "e5m2": 1,
+    "u8": 1,
+    "s8": 1,
+    "e2m1": 1,
+    "e2m3": 1,
+    "e3m2": 1,
+}
 WINDOW = {"e4m3": 14, "e5m2": 14, "e2m1": 14, "e2m3": 14, "e3m2": 14, "f16": 25, "bf16": 25, "tf32": 25}
 
 
@@ -103,7 +114,7 @@ def multiply_integer(a, b, c, saturate: bool) -> np.ndarray:
     """a [M, K] times b [N, K] transposed plus c, exact; wraps or saturates to int32."""
     total = a @ b.T + (0 if c is None else c.astype(np.int64))
     if saturate:
-        return np.clip(total, -2**31, 2**31 - 1).astype(np.int32)
+        return np.clip(total, -(2**31), 2**31 - 1).astype(np.int32)
     return total.astype(np.uint64).astype(np.uint32).view(np.int32)
 
 
@@ -116,7 +127,7 @@ def multiply_float(a, b, c, window: int) -> np.ndarray:
     largest = np.maximum(products.max(-1), -products.min(-1))
     if c is not None:
         largest = np.maximum(largest, np.abs(c))
-    exponent = np.frexp(largest)[1]                 # largest < 2^exponent
+    exponent = np.frexp(largest)[1]  # largest < 2^exponent
     up = np.ldexp(1.0, window - exponent)
     products *= up[..., None]
     total = np.trunc(products, out=products).sum(-1)

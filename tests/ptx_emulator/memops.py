@@ -1,4 +1,4 @@
-"""Decoders of loads, stores, atomics and address conversions (PTX ISA 9.7.9.8 ld, 9.7.9.11 st, 9.7.13.6 atom, .7 red)."""
+"""Loads, stores, atomics and address conversions (PTX ISA 9.7.9.8 ld, 9.7.9.11 st, 9.7.13.6 atom, 9.7.13.7 red)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 
 from .decode import DTYPE, LOCAL_WINDOW, SHARED_WINDOW, Builder, Mods, bits_of, opcode
 from .errors import MemoryFault
-from .parser import Addr, Imm, Sink, Sym
 from .sync import lanes_of
 from .syncops import shared_address
+from .syntax import Addr, Imm, Sink, Sym
 
 TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
 _CACHE_HINTS = ("L1::", "L2::", "evict")
@@ -76,6 +76,7 @@ def _ld(b: Builder, m: Mods):
                 R[slot].view(v.dtype)[...] = v
             else:
                 R[slot].view(v.dtype)[mask] = v
+
         return b.emit(one)
 
     def many(w, R, mask):
@@ -88,6 +89,7 @@ def _ld(b: Builder, m: Mods):
                     R[s[0]][...] = x
                 else:
                     R[s[0]][mask] = x
+
     b.emit(many)
 
 
@@ -102,6 +104,7 @@ def _ld_param(b: Builder, address, sinks, size: int, raw) -> None:
             if s is not None:
                 v = np.frombuffer(data, raw, 1, start + i * size)[0]
                 np.copyto(R[s[0]], s[1].type(v), where=True if mask is None else mask)
+
     b.emit(run)
 
 
@@ -123,7 +126,7 @@ def _fetcher(b: Builder, space: str, operand, size: int, count: int):
         array, off = w.launch.memory.offsets(a, total)
         w.launch.counters.global_access(w, len(a) * total, "load")
         if array is None:
-            return np.concatenate([global_(w, a[i:i + 1]) for i in range(len(a))])
+            return np.concatenate([global_(w, a[i : i + 1]) for i in range(len(a))])
         if count == 1:
             return array.views[size][off >> np.uint64(size.bit_length() - 1)]
         return _rows(array.rows[total], off, total, size)
@@ -136,6 +139,7 @@ def _fetcher(b: Builder, space: str, operand, size: int, count: int):
         v = w.local[lanes[:, None], off[:, None] + np.arange(total)]
         v = np.ascontiguousarray(v).view(f"u{size}")
         return v[:, 0] if count == 1 else v
+
     return _by_space(b, space, operand, shared, global_, local)
 
 
@@ -175,6 +179,7 @@ def _by_space(b: Builder, space: str, operand, shared, global_, local):
             return shared(w, (a - np.uint64(SHARED_WINDOW)).astype(np.uint32), *values)
         except MemoryFault as e:
             raise MemoryFault(f"{w.name}, line {line}: {e}") from None
+
     return generic if space == "generic" else located
 
 
@@ -207,6 +212,7 @@ def _st(b: Builder, m: Mods):
                 v[:, i] = R[s]
             v = v if mask is None else v[mask]
         put(w, R, mask, v.view(DTYPE[raw]))
+
     b.emit(run)
 
 
@@ -231,7 +237,7 @@ def _storer(b: Builder, space: str, operand, size: int, count: int):
         w.launch.counters.global_access(w, len(a) * total, "store")
         if array is None:
             for i in range(len(a)):
-                global_(w, a[i:i + 1], v[i:i + 1])
+                global_(w, a[i : i + 1], v[i : i + 1])
         elif count == 1:
             array.views[size][off >> np.uint64(shift)] = v
         else:
@@ -243,10 +249,11 @@ def _storer(b: Builder, space: str, operand, size: int, count: int):
             raise MemoryFault(f"{w.name}, line {line}: local access out of bounds")
         data = np.ascontiguousarray(v).view(np.uint8).reshape(len(a), total)
         w.local[w.state["lanes"][:, None], off[:, None] + np.arange(total)] = data
+
     return _by_space(b, space, operand, shared, global_, local)
 
 
-# ---- atomics -------------------------------------------------------------------------------------------------------
+# ---- atomics -----------------------------------------------------------------------------------------------------
 def _wrap_inc(old, x):
     return 0 if old >= x else old + 1
 
@@ -255,8 +262,17 @@ def _wrap_dec(old, x):
     return x if old == 0 or old > x else old - 1
 
 
-_ATOMICS = {"add": lambda o, x: o + x, "min": min, "max": max, "and": lambda o, x: o & x, "or": lambda o, x: o | x,
-            "xor": lambda o, x: o ^ x, "exch": lambda o, x: x, "inc": _wrap_inc, "dec": _wrap_dec}
+_ATOMICS = {
+    "add": lambda o, x: o + x,
+    "min": min,
+    "max": max,
+    "and": lambda o, x: o & x,
+    "or": lambda o, x: o | x,
+    "xor": lambda o, x: o ^ x,
+    "exch": lambda o, x: x,
+    "inc": _wrap_inc,
+    "dec": _wrap_dec,
+}
 
 
 @opcode("atom", "red")
@@ -275,7 +291,7 @@ def _atomic(b: Builder, m: Mods):
     ops = b.operands(*([4] if name == "cas" else [2 + returns]))
     d = None if not returns else b.dst_or_sink(ops[0], t)
     operand = ops[1] if returns else ops[0]
-    slots = [b.src(x, t) for x in ops[2 if returns else 1:]]
+    slots = [b.src(x, t) for x in ops[2 if returns else 1 :]]
     dtype = DTYPE[t]
     update = _ATOMICS.get(name)
     size = dtype.itemsize
@@ -295,6 +311,7 @@ def _atomic(b: Builder, m: Mods):
             new = wrap(update(int(old), int(values[0])))
         cell[0] = new
         return old
+
     fetch_cells = _by_space(b, space, operand, *_cells(size, dtype))
 
     def run(w, R, mask):
@@ -305,13 +322,14 @@ def _atomic(b: Builder, m: Mods):
             if d is not None:
                 R[d][lane] = old
         w.progress()
+
     b.emit(run)
 
 
 def _cells(size: int, dtype):
     def shared(w, a):
         w.cta.shared.check(a, size)
-        return [w.cta.shared.bytes[int(x):int(x) + size].view(dtype) for x in a]
+        return [w.cta.shared.bytes[int(x) : int(x) + size].view(dtype) for x in a]
 
     def global_(w, a):
         w.launch.counters.global_access(w, len(a) * size, "atomic")
@@ -324,10 +342,11 @@ def _cells(size: int, dtype):
 
     def local(w, a):
         raise MemoryFault("atomic on local memory")
+
     return shared, global_, local
 
 
-# ---- address conversion --------------------------------------------------------------------------------------------
+# ---- address conversion ------------------------------------------------------------------------------------------
 @opcode("cvta")
 def _cvta(b: Builder, m: Mods):
     """Between a state space and generic addresses (9.7.9.20)."""
@@ -346,6 +365,7 @@ def _cvta(b: Builder, m: Mods):
     def run(w, R, mask):
         v = R[x] - window if to else R[x] + window
         np.copyto(R[slot], v, where=True if mask is None else mask)
+
     b.emit(run)
 
 
@@ -355,11 +375,15 @@ def _isspacep(b: Builder, m: Mods):
     m.done()
     d, s = b.operands(2)
     x, slot = b.src(s, "u64"), b.dst(d, "pred")
-    low, high = {"shared": (SHARED_WINDOW, LOCAL_WINDOW), "local": (LOCAL_WINDOW, 2 * LOCAL_WINDOW),
-                 "global": (2 * LOCAL_WINDOW, 2**63)}[space]
+    low, high = {
+        "shared": (SHARED_WINDOW, LOCAL_WINDOW),
+        "local": (LOCAL_WINDOW, 2 * LOCAL_WINDOW),
+        "global": (2 * LOCAL_WINDOW, 2**63),
+    }[space]
 
     def run(w, R, mask):
         np.copyto(R[slot], (R[x] >= np.uint64(low)) & (R[x] < np.uint64(high)), where=True if mask is None else mask)
+
     b.emit(run)
 
 
@@ -377,4 +401,5 @@ def _mapa(b: Builder, m: Mods):
         if active.any():
             raise MemoryFault(f"{w.name}: mapa to a rank other than 0: clusters of one CTA only")
         np.copyto(R[slot], R[x], where=True if mask is None else mask)
+
     b.emit(run)

@@ -26,8 +26,8 @@ class Allocation:
     def __init__(self, base: int, data: np.ndarray, name: str, owner):
         self.base, self.size, self.name, self.owner = base, data.size, name, owner
         self.bytes = data
-        self.views = {n: data[:data.size // n * n].view(t) for n, t in VIEWS.items()}
-        self.rows = {n: data[:data.size // n * n].reshape(-1, n) for n in (8, 16, 32)}
+        self.views = {n: data[: data.size // n * n].view(t) for n, t in VIEWS.items()}
+        self.rows = {n: data[: data.size // n * n].reshape(-1, n) for n in (8, 16, 32)}
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,29 @@ class Ptr:
     offset: int = 0
 
 
-def as_bytes(array) -> np.ndarray:
-    """The memory of a numpy array or a CPU torch tensor as a flat uint8 view (never a copy)."""
+def as_bytes(array) -> tuple[np.ndarray, int]:
+    """(flat uint8 view, byte offset of the first element) of a numpy array or CPU tensor; never a copy.
+
+    A contiguous one is exactly its own bytes; of a strided view it is the whole memory it is a view of.
+    """
     if hasattr(array, "detach"):
         import torch
 
         if array.device.type != "cpu":
             raise TypeError("only CPU tensors can be passed to the emulator")
-        if not array.is_contiguous():
-            raise TypeError("tensors must be contiguous")
-        return array.detach().view(-1).view(torch.uint8).numpy()
-    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
-        raise TypeError("a contiguous numpy array is needed")
-    return array.reshape(-1).view(np.uint8)
+        array = array.detach()
+        if array.is_contiguous():
+            return array.view(-1).view(torch.uint8).numpy(), 0
+        storage = torch.empty(0, dtype=torch.uint8).set_(array.untyped_storage())
+        return storage.numpy(), array.data_ptr() - storage.data_ptr()
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"an array or a tensor is needed, not {type(array).__name__}")
+    root = array
+    while not root.flags.c_contiguous and isinstance(root.base, np.ndarray):
+        root = root.base
+    if not root.flags.c_contiguous:
+        raise TypeError("the array's memory is not contiguous")
+    return root.reshape(-1).view(np.uint8), array.ctypes.data - root.ctypes.data
 
 
 class Memory:
@@ -64,7 +74,10 @@ class Memory:
         self._recent: Allocation | None = None
 
     def register(self, array, name: str = "") -> Allocation:
-        data = as_bytes(array)
+        """The allocation of an array's memory, made on first use; `name` appears in reports."""
+        return self._allocation(as_bytes(array)[0], array, name)
+
+    def _allocation(self, data: np.ndarray, array, name: str = "") -> Allocation:
         key = (data.ctypes.data, data.size)
         if key not in self._by_data:
             a = Allocation(self._next, data, name or f"array{len(self._allocations)}", array)
@@ -78,7 +91,8 @@ class Memory:
 
     def address(self, array, offset: int = 0) -> int:
         """The invented device address of a byte in a registered array (for tables of pointers)."""
-        return self.register(array).base + offset
+        data, first = as_bytes(array)
+        return self._allocation(data, array).base + first + offset
 
     def find(self, address: int, size: int = 1) -> Allocation:
         i = bisect.bisect_right(self._starts, address) - 1
@@ -86,14 +100,15 @@ class Memory:
             raise MemoryFault(f"global address {address:#x} belongs to no array (a null or uninitialised pointer?)")
         a = self._allocations[i]
         if not a.base <= address <= a.base + a.size - size:
-            raise MemoryFault(f"global access of {size} bytes at {a.name} + {address - a.base} is outside its {a.size} "
-                              "bytes")
+            raise MemoryFault(
+                f"global access of {size} bytes at {a.name} + {address - a.base} is outside its {a.size} bytes"
+            )
         return a
 
     def slice(self, address: int, size: int) -> np.ndarray:
         """A contiguous byte view, checked."""
         a = self.find(address, max(size, 1))
-        return a.bytes[address - a.base:address - a.base + size]
+        return a.bytes[address - a.base : address - a.base + size]
 
     def offsets(self, addresses: np.ndarray, size: int) -> tuple[Allocation | None, np.ndarray]:
         """(array, byte offsets) of valid, aligned addresses (uint64, not empty); array None if they lie in several."""
@@ -107,7 +122,8 @@ class Memory:
             self.find(int(addresses[bad]), size)
             return None, off
         if size > 1 and (off & np.uint64(size - 1)).any():
-            raise MemoryFault(f"misaligned {size}-byte access at {a.name} + {int(off[(off % np.uint64(size)) != 0][0])}")
+            bad = int(off[(off % np.uint64(size)) != 0][0])
+            raise MemoryFault(f"misaligned {size}-byte access at {a.name} + {bad}")
         return a, off
 
 
@@ -126,9 +142,12 @@ class SharedMemory:
             bad = low if low < SHARED_BASE else high
             raise MemoryFault(f"shared access of {size} bytes at {bad:#x}, valid are {SHARED_BASE:#x}..{self.end:#x}")
         if size > 1 and (addresses & (size - 1)).any():
-            raise MemoryFault(f"misaligned {size}-byte shared access at {int(addresses[(addresses % size) != 0][0]):#x}")
+            bad = int(addresses[(addresses % size) != 0][0])
+            raise MemoryFault(f"misaligned {size}-byte shared access at {bad:#x}")
 
     def slice(self, address: int, size: int) -> np.ndarray:
         if address < SHARED_BASE or address + size > self.end:
-            raise MemoryFault(f"shared range {address:#x}..{address + size:#x}, valid are {SHARED_BASE:#x}..{self.end:#x}")
-        return self.bytes[address:address + size]
+            raise MemoryFault(
+                f"shared range {address:#x}..{address + size:#x}, valid are {SHARED_BASE:#x}..{self.end:#x}"
+            )
+        return self.bytes[address : address + size]

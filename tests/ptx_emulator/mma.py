@@ -8,11 +8,15 @@ import numpy as np
 
 from . import matrix as mx
 from .decode import Builder, Mods, opcode
-from .parser import Vec
+from .syntax import Vec
 from .warpops import LANES
 
-_OPERANDS = {("f16", "f16"), ("bf16", "bf16"), *((x, y) for x in ("u8", "s8") for y in ("u8", "s8")),
-             *((x, y) for x in ("e4m3", "e5m2") for y in ("e4m3", "e5m2"))}
+_OPERANDS = {
+    ("f16", "f16"),
+    ("bf16", "bf16"),
+    *((x, y) for x in ("u8", "s8") for y in ("u8", "s8")),
+    *((x, y) for x in ("e4m3", "e5m2") for y in ("e4m3", "e5m2")),
+}
 
 
 @opcode("mma")
@@ -41,8 +45,9 @@ def _mma(b: Builder, m: Mods):
     if [len(x.items) for x in ops] != [4, 2 * halves, halves, 4]:
         b.fail("number of registers of mma.sync")
     b.converge(b.program.const(0xFFFFFFFF, "u4"))
-    d, a, bb, c = [[(b.dst if i == 0 else b.src)(r, d_type if i in (0, 3) else "b32") for r in x.items]
-                   for i, x in enumerate(ops)]
+    d, a, bb, c = [
+        [(b.dst if i == 0 else b.src)(r, d_type if i in (0, 3) else "b32") for r in x.items] for i, x in enumerate(ops)
+    ]
     per, raw = 4 // size, f"u{size}"
     row, column = LANES // 4, 2 * (LANES % 4)
 
@@ -64,4 +69,5 @@ def _mma(b: Builder, m: Mods):
         for i, s in enumerate(d):
             R[s][...] = out[row + 8 * (i // 2), column + i % 2]
         w.launch.counters.matrix("mma", 16 * 8 * k_bytes // size)
+
     b.emit(run)

@@ -8,7 +8,7 @@ from . import lowfloat as lf
 from .alu_float import F32, ftz
 from .closures import ufunc
 from .decode import DTYPE, Builder, Mods, bits_of, opcode
-from .parser import Pair, Special, Vec
+from .syntax import Pair, Special, Vec
 
 INTS = ("u16", "u32", "u64", "s16", "s32", "s64")
 
@@ -24,8 +24,10 @@ def _mov(b: Builder, m: Mods):
         slot = b.dst(d, t)
 
         def clock(w, R, mask):
-            np.copyto(R[slot], DTYPE[t].type(w.launch.clock() & (2 ** bits_of(t) - 1)),
-                      where=True if mask is None else mask)
+            np.copyto(
+                R[slot], DTYPE[t].type(w.launch.clock() & (2 ** bits_of(t) - 1)), where=True if mask is None else mask
+            )
+
         return b.emit(clock)
     x, y = b.dst(d, t), b.src(s, t)
 
@@ -34,6 +36,7 @@ def _mov(b: Builder, m: Mods):
             R[x][...] = R[y]
         else:
             np.copyto(R[x], R[y], where=mask)
+
     b.emit(run)
 
 
@@ -54,6 +57,7 @@ def _mov_vector(b: Builder, d, s, total: int) -> None:
             for i, slot in enumerate(slots):
                 if slot is not None:
                     np.copyto(R[slot], pieces[:, i], where=True if mask is None else mask)
+
         return b.emit(unpack)
     x, slots = b.dst(d, whole), [b.src(p, part) for p in parts]
 
@@ -62,6 +66,7 @@ def _mov_vector(b: Builder, d, s, total: int) -> None:
         for i, slot in enumerate(slots[1:], 1):
             out |= R[slot].astype(unsigned) << unsigned(bits * i)
         np.copyto(R[x], out, where=True if mask is None else mask)
+
     b.emit(pack)
 
 
@@ -76,11 +81,22 @@ def _selp(b: Builder, m: Mods):
 
     def run(w, R, mask):
         np.copyto(R[d], np.where(R[p], R[x], R[y]), where=True if mask is None else mask)
+
     b.emit(run)
 
 
-_COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-            "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}
+_COMPARE = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+}
 _UNORDERED = ("equ", "neu", "ltu", "leu", "gtu", "geu")
 
 
@@ -106,8 +122,11 @@ def _setp(b: Builder, m: Mods):
     t = m.last_type("b16", "b32", "b64", *INTS, *F32, "f16", "bf16")
     is_float = t in F32 or t in ("f16", "bf16")
     names = ["eq", "ne", "lt", "le", "gt", "ge"]
-    names = ["eq", "ne"] if t[0] == "b" and t != "bf16" else names + (
-        [*_UNORDERED, "num", "nan"] if is_float else ["lo", "ls", "hi", "hs"] if t[0] == "u" else [])
+    names = (
+        ["eq", "ne"]
+        if t[0] == "b" and t != "bf16"
+        else names + ([*_UNORDERED, "num", "nan"] if is_float else ["lo", "ls", "hi", "hs"] if t[0] == "u" else [])
+    )
     compare = _comparison(m.one_of(*names, required=True), is_float)
     combine = m.one_of("and", "or", "xor")
     flush = m.flag("ftz")
@@ -133,4 +152,5 @@ def _setp(b: Builder, m: Mods):
             np.copyto(R[p], r, where=where)
         if q is not None:
             np.copyto(R[q], other, where=where)
+
     b.emit(run)

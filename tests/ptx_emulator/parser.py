@@ -8,126 +8,36 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass, field
 
 from .errors import PtxError
-
-REG_BITS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32,
-            "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64, "b128": 128}
-
-
-@dataclass(frozen=True)
-class Reg:
-    name: str
-    id: int
-    bits: int
-
-
-@dataclass(frozen=True)
-class Imm:
-    value: int
-    float_bits: int = 0     # 0: an integer; 32 or 64: `value` is the bit pattern of a float of that width
-
-
-@dataclass(frozen=True)
-class Vec:
-    items: tuple
-
-
-@dataclass(frozen=True)
-class Addr:
-    """`[base + offset]`; base is a Reg, Sym or Imm. `extra` holds further comma-separated parts of the brackets."""
-
-    base: object
-    offset: int = 0
-    extra: tuple = ()
-
-
-@dataclass(frozen=True)
-class Special:
-    name: str
-
-
-@dataclass(frozen=True)
-class Sym:
-    name: str
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class Label:
-    name: str
-
-
-@dataclass(frozen=True)
-class Pair:
-    """`d|p`, as in `shfl.sync` and `elect.sync`."""
-
-    first: object
-    second: object
-
-
-@dataclass(frozen=True)
-class Not:
-    reg: Reg
-
-
-@dataclass(frozen=True)
-class Sink:
-    """The bit bucket `_`."""
-
-
-@dataclass
-class Instruction:
-    opcode: str
-    operands: list
-    line: int
-    text: str
-    guard: Reg | None = None
-    negated: bool = False
-    mods: list[str] = field(default_factory=list)
-    root: str = ""
-
-
-@dataclass(frozen=True)
-class Param:
-    name: str
-    offset: int
-    size: int
-    type: str
-
-
-@dataclass(frozen=True)
-class Variable:
-    name: str
-    space: str
-    align: int
-    size: int           # 0: `extern ... []`, the dynamic shared memory
-    data: bytes = b""
-
-
-@dataclass
-class Kernel:
-    name: str
-    params: list[Param]
-    body: list                      # Instruction or Label, in order
-    registers: list[Reg]
-    variables: dict[str, Variable]
-    directives: dict[str, str]
-    target: str = ""
-    locals_: dict[str, Variable] = field(default_factory=dict)
-
-    @property
-    def param_bytes(self) -> int:
-        return max((p.offset + p.size for p in self.params), default=0)
-
+from .syntax import (
+    REG_BITS,
+    Addr,
+    Imm,
+    Instruction,
+    Kernel,
+    Label,
+    Not,
+    Pair,
+    Param,
+    Reg,
+    Sink,
+    Special,
+    Sym,
+    Variable,
+    Vec,
+)
 
 _VARIABLE = re.compile(
     r"(?:\.(?:extern|visible|weak)\s+)*\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)"
-    r"(?:\[(\d*)\])?(?:\s*=\s*(\{[^}]*\}|[^;]*))?\s*$", re.S)
+    r"(?:\[(\d*)\])?(?:\s*=\s*(\{[^}]*\}|[^;]*))?\s*$",
+    re.S,
+)
 _ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)*\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{;]*)\{", re.S)
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?"
-                    r"(?:\.align\s+(\d+)\s+)?([\w$]+)(?:\[(\d+)\])?\s*$")
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?"
+    r"(?:\.align\s+(\d+)\s+)?([\w$]+)(?:\[(\d+)\])?\s*$"
+)
 _NUMBER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
 _TOP_DIRECTIVES = (".version", ".target", ".address_size", ".extern .func", ".file", ".section")
 
@@ -142,7 +52,7 @@ def parse_module(text: str) -> dict[str, Kernel]:
         if m.start() < pos:
             continue
         end = _closing_brace(text, m.end())
-        outside.append(text[pos:m.start()])
+        outside.append(text[pos : m.start()])
         bodies.append((m, end))
         pos = end
     outside.append(text[pos:])
@@ -151,9 +61,16 @@ def parse_module(text: str) -> dict[str, Kernel]:
     variables = _module_variables(rest)
     for m, end in bodies:
         line = text.count("\n", 0, m.end()) + 1
-        kernel = Kernel(m.group(1), _params(m.group(2), line), [], [], dict(variables), _directives(m.group(3), line),
-                        target.group(1) if target else "")
-        _Body(kernel, text[m.end():end - 1], line).parse()
+        kernel = Kernel(
+            m.group(1),
+            _params(m.group(2), line),
+            [],
+            [],
+            dict(variables),
+            _directives(m.group(3), line),
+            target.group(1) if target else "",
+        )
+        _Body(kernel, text[m.end() : end - 1], line).parse()
         kernels[kernel.name] = kernel
     if not kernels:
         raise PtxError("no .entry in the PTX text")
@@ -220,8 +137,19 @@ def _params(text: str, line: int) -> list[Param]:
     return params
 
 
-_DIRECTIVES = {"reqntid", "maxntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqnctapercluster", "explicitcluster",
-               "maxclusterrank", "blocksareclusters", "noreturn", "pragma"}
+_DIRECTIVES = {
+    "reqntid",
+    "maxntid",
+    "minnctapersm",
+    "maxnctapersm",
+    "maxnreg",
+    "reqnctapercluster",
+    "explicitcluster",
+    "maxclusterrank",
+    "blocksareclusters",
+    "noreturn",
+    "pragma",
+}
 
 
 def _directives(text: str, line: int) -> dict[str, str]:
@@ -286,7 +214,7 @@ class _Body:
         token = re.compile(r"[;{}:]|\"[^\"]*\"")
         while m := token.search(self.text, pos):
             pos = m.end()
-            ch, head = m.group(), self.text[start:m.start()]
+            ch, head = m.group(), self.text[start : m.start()]
             stripped = head.strip()
             if ch in "{}:;" and (ch == ";" or not stripped or ch == ":"):
                 first = start + len(head) - len(head.lstrip())
@@ -306,7 +234,7 @@ class _Body:
                         raise PtxError(f"line {line}: statement without ';': {stripped!r}")
                     yield "}", "", line
                     start = pos
-            elif ch == ":" and depth == 0 and self.text[pos:pos + 1] != ":" and re.fullmatch(r"[\w$]+", stripped):
+            elif ch == ":" and depth == 0 and self.text[pos : pos + 1] != ":" and re.fullmatch(r"[\w$]+", stripped):
                 yield "label", stripped, line
                 start = pos
             elif ch == ";" and depth == 0:
@@ -374,8 +302,9 @@ class _Body:
             guard, negated, text = self._register(m.group(2)), bool(m.group(1)), m.group(3)
             if guard is None or guard.bits != 1:
                 raise PtxError(f"line {line}: guard {m.group(2)} is not a declared predicate: {source}")
-        opcode, _, rest = text.partition(" ") if re.match(r"\S+ ", text) else (text.split()[0], "", text[len(
-            text.split()[0]):])
+        opcode, _, rest = (
+            text.partition(" ") if re.match(r"\S+ ", text) else (text.split()[0], "", text[len(text.split()[0]) :])
+        )
         parts = opcode.strip().split(".")
         operands = [self._operand(x, line, source) for x in split_operands(rest)]
         return Instruction(opcode.strip(), operands, line, source, guard, negated, parts[1:], parts[0])
@@ -392,8 +321,9 @@ class _Body:
                 raise PtxError(f"line {line}: address {x!r} in: {source}")
             offset = int(m.group(3), 0) if m.group(3) else 0
             base = self._operand(m.group(1), line, source)
-            return Addr(base, -offset if m.group(2) == "-" else offset,
-                        tuple(self._operand(y, line, source) for y in parts[1:]))
+            return Addr(
+                base, -offset if m.group(2) == "-" else offset, tuple(self._operand(y, line, source) for y in parts[1:])
+            )
         if x == "_":
             return Sink()
         if "|" in x:
@@ -414,8 +344,11 @@ class _Body:
         if label := self._label(x):
             return Label(label)
         if m := re.fullmatch(r"([%\w$]+)\s*(?:\+\s*(-?\d+))?", x):
-            if m.group(1) not in self.kernel.variables and m.group(1) not in self.kernel.locals_ and all(
-                    p.name != m.group(1) for p in self.kernel.params):
+            if (
+                m.group(1) not in self.kernel.variables
+                and m.group(1) not in self.kernel.locals_
+                and all(p.name != m.group(1) for p in self.kernel.params)
+            ):
                 raise PtxError(f"line {line}: unknown name {m.group(1)!r} in: {source}")
             return Sym(m.group(1), int(m.group(2) or 0))
         raise PtxError(f"line {line}: operand {x!r} in: {source}")

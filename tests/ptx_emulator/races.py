@@ -5,8 +5,9 @@ on, one per warpgroup's wgmma, one per warp's bulk stores and so on). Clocks are
 row 0 is "happened before me", row 1 is "happened before me and crossed a proxy fence": an asynchronous operation sees
 generic writes only through row 1 (fence.proxy.async, 9.7.13.4 membar/fence), everything else through row 0.
 
-Every granule of shared memory, and cell of tensor memory, remembers its last writer and, per agent, its last read, with the clock and the source line.
-Lanes of one warp are one agent: conflicts inside a warp are not reported. Atomics are not recorded.
+Every granule of shared memory, and every cell of tensor memory, remembers its last writer and, per agent, its last
+read, with the clock and the source line. Lanes of one warp are one agent: conflicts inside a warp are not reported.
+Atomics are not recorded.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ class RaceDetector:
     def __init__(self, size: int, warps: int, granule: int, tensor_cells: int = 0):
         self.shift = {1: 0, 2: 1, 4: 2}[granule]
         self.granule, self.warps = granule, warps
-        self.tensor_base = (size >> self.shift) + 1     # cells of tensor memory follow the granules of shared memory
-        self.writes = np.zeros(self.tensor_base + tensor_cells, np.int64)       # agent << 52 | line << 32 | clock
-        self.reads: dict[int, np.ndarray] = {}                          # agent -> line << 32 | clock
+        self.tensor_base = (size >> self.shift) + 1  # cells of tensor memory follow the granules of shared memory
+        self.writes = np.zeros(self.tensor_base + tensor_cells, np.int64)  # agent << 52 | line << 32 | clock
+        self.reads: dict[int, np.ndarray] = {}  # agent -> line << 32 | clock
         self.last_read: dict[int, int] = {}
         self.names = [f"warp {i}" for i in range(warps)]
         self.agents: dict[object, int] = {}
         self.ticks = [0] * MAX_AGENTS
 
-    # ---- agents and clocks -----------------------------------------------------------------------------------------
+    # ---- agents and clocks ----------------------------------------------------------------------------------------
     def agent(self, key, name: str) -> int:
         if key not in self.agents:
             number = self.warps + len(self.agents) % (MAX_AGENTS - self.warps)
@@ -50,12 +51,12 @@ class RaceDetector:
         return self.ticks[agent]
 
     def async_limit(self, clock: np.ndarray) -> np.ndarray:
-        """What an asynchronous operation issued at `clock` may rely on: fenced generic accesses, all asynchronous ones."""
+        """What an asynchronous operation issued at `clock` may rely on: generic accesses only once fenced."""
         limit = clock[0].copy()
-        limit[:self.warps] = clock[1, :self.warps]
+        limit[: self.warps] = clock[1, : self.warps]
         return limit
 
-    # ---- accesses --------------------------------------------------------------------------------------------------
+    # ---- accesses -------------------------------------------------------------------------------------------------
     def granules(self, addresses: np.ndarray, size: int):
         """Indices of all granules that accesses of `size` bytes at these addresses touch."""
         first = addresses >> self.shift
@@ -71,7 +72,7 @@ class RaceDetector:
         if late.any():
             self._report("read", agent, line, where, late, e, "written")
         if agent not in self.reads:
-            self.reads[agent] = np.zeros_like(self.writes)
+            self.reads[agent] = np.zeros(len(self.writes), np.int64)
         self.reads[agent][where] = line << 32 | clock
         self.last_read[agent] = clock
 
@@ -79,13 +80,13 @@ class RaceDetector:
         e = self.writes[where]
         late = (e & _CLOCK) > write_limit[e >> 52]
         if late.any():
-            self._report("write", agent, line, where, late, e, "written")
+            self._report("written", agent, line, where, late, e, "written")
         for other, last in self.last_read.items():
             if other != agent and last > read_limit[other]:
                 r = self.reads[other][where]
                 late = (r & _CLOCK) > read_limit[other]
                 if late.any():
-                    self._report("write", agent, line, where, late, r | other << 52, "read")
+                    self._report("written", agent, line, where, late, r | other << 52, "read")
         self.writes[where] = agent << 52 | line << 32 | clock
 
     def _report(self, what: str, agent: int, line: int, where, late: np.ndarray, epochs: np.ndarray, before: str):
@@ -95,8 +96,12 @@ class RaceDetector:
         other, other_line = e >> 52, e >> 32 & _LINE
         hint = ""
         if agent >= self.warps and other < self.warps and before == "written":
-            hint = " (no barrier, or fence.proxy.async missing between the generic write and the asynchronous access)"
+            hint = " (no barrier, or no fence.proxy.async between the generic write and the asynchronous access)"
         cell = granule - self.tensor_base
-        place = f"shared address {granule << self.shift:#x}" if cell < 0 else f"tensor memory lane {cell // 512} column {cell % 512}"
-        raise Race(f"{place} {what} by {self.names[agent]} at line {line} and {before} by "
-                   f"{self.names[other]} at line {other_line}, with nothing ordering the two{hint}")
+        place = f"shared address {granule << self.shift:#x}"
+        if cell >= 0:
+            place = f"tensor memory lane {cell // 512} column {cell % 512}"
+        raise Race(
+            f"{place} {what} by {self.names[agent]} at line {line} and {before} earlier by {self.names[other]} at "
+            f"line {other_line}, with nothing ordering the two{hint}"
+        )

@@ -112,7 +112,7 @@ def text(mutate=None) -> str:
 def inputs(seed: int = 0):
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256, (TILES, 128, 4, 4)).astype(np.uint8)
-    b = (rng.integers(0, 2, (TILES, 2, N, 16)) * 0x80 | 0x38).astype(np.uint8)      # +-1, core matrices of 8 rows
+    b = (rng.integers(0, 2, (TILES, 2, N, 16)) * 0x80 | 0x38).astype(np.uint8)  # +-1, core matrices of 8 rows
     return codes, b
 
 
@@ -125,8 +125,8 @@ def expected(codes: np.ndarray, b: np.ndarray) -> np.ndarray:
             w, t = divmod(thread, 32)
             for i in range(4):
                 c = 4 * (t % 4) + 16 * (i // 2)
-                a[16 * w + t // 4 + 8 * (i % 2), c:c + 4] = (codes[tile, thread, i] & 15) * 2.0**-9
-        values = E4M3[b[tile]]                                              # [half of K, n, 16]
+                a[16 * w + t // 4 + 8 * (i % 2), c : c + 4] = (codes[tile, thread, i] & 15) * 2.0**-9
+        values = E4M3[b[tile]]  # [half of K, n, 16]
         total += a @ np.concatenate([values[0], values[1]], 1).T
     out = np.zeros((128, 4), np.float32)
     for thread in range(128):

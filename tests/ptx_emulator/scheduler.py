@@ -1,9 +1,9 @@
 """Which warp runs, and when asynchronous operations complete.
 
-Schedules: "inorder" runs warps round robin and completes operations in the order issued, one per turn; "late" completes
-nothing until every warp waits; "random" draws both from the seed (turns of random length, operations in any order the
-ISA allows, bulk copies in random pieces, try_wait timing out now and then). A seed alone selects "random". The same seed
-gives the same run.
+Schedules: "inorder" runs warps round robin and completes operations in the order issued, one per turn; "late"
+completes nothing until every warp waits, and try_wait times out every other time; "random" draws all of it from the
+seed: turns of random length, operations in any order the ISA allows, bulk copies in random pieces, try_wait timing out
+now and then. A seed alone selects "random". The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from .errors import Deadlock, EmulatorError
 
 SCHEDULES = ("inorder", "late", "random")
-_TURN = 2000        # instructions
+_TURN = 2000  # instructions
 
 
 class Scheduler:
@@ -25,14 +25,14 @@ class Scheduler:
         self.rng = random.Random(seed) if schedule == "random" else None
         self.queue: deque = deque()
         self.paused: list = []
-        self.waits: list = []               # groups sleeping in try_wait: they may time out
+        self.waits: list = []  # groups sleeping in try_wait: they may time out
         self.progress = 0
         self.timed_out_at = -1
         self._gave_up = False
         self.executed = 0
         self.ctas: list = []
 
-    # ---- what the machine calls ------------------------------------------------------------------------------------
+    # ---- what the machine calls -----------------------------------------------------------------------------------
     def ready(self, warp) -> None:
         if not warp.queued:
             warp.queued = True
@@ -57,11 +57,11 @@ class Scheduler:
         """How a bulk copy arrives: whole, or in a few multiples of 16 bytes."""
         if self.rng is None or size <= 16:
             return [(0, size)]
-        cuts = sorted({16 * self.rng.randrange(1, size // 16) for _ in range(self.rng.randrange(3))} if size > 16 else ())
+        cuts = sorted({16 * self.rng.randrange(1, size // 16) for _ in range(self.rng.randrange(3))})
         edges = [0, *cuts, size]
         return list(zip(edges[:-1], edges[1:], strict=True))
 
-    # ---- the main loop ---------------------------------------------------------------------------------------------
+    # ---- the main loop --------------------------------------------------------------------------------------------
     def run(self, ctas: list) -> None:
         """Runs these CTAs, together, to their end."""
         self.ctas, self.waits, self.paused = ctas, [], []
@@ -84,8 +84,9 @@ class Scheduler:
             warp.run(_TURN if self.rng is None else self.rng.choice((3, 10, 40, 200, 1000)))
             self.executed += warp.instructions - before
             if self.executed > self.launch.max_instructions:
-                raise EmulatorError(f"more than {self.launch.max_instructions} warp instructions (an endless loop?)\n"
-                                    + self.report())
+                raise EmulatorError(
+                    f"more than {self.launch.max_instructions} warp instructions (an endless loop?)\n" + self.report()
+                )
             if any(g.wait is None for g in warp.groups):
                 self.ready(warp)
             if self.schedule == "inorder":
@@ -125,8 +126,9 @@ class Scheduler:
             lines += [w.describe() for w in cta.warps if w.groups]
             pending = cta.engine.describe()
             lines += [pending] if pending else []
-            lines += [f"  cta {cta.index}: {b.describe()}" for b in cta.barriers.mbarriers.values() if b.tx or b.waiters]
-            lines += [f"  cta {cta.index}: {b.describe()}" for b in cta.barriers.named.values() if b.arrived]
+            barriers = [b for b in cta.barriers.mbarriers.values() if b.tx or b.waiters]
+            barriers += [b for b in cta.barriers.named.values() if b.arrived]
+            lines += [f"  cta {cta.index}: {b.describe()}" for b in barriers]
         return "\n".join(lines)
 
 

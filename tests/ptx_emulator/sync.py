@@ -25,8 +25,10 @@ class MBarrier:
 
     def check_visible(self, warp) -> None:
         if warp.agent != self.owner and warp.clock[0, self.owner] < self.made:
-            raise SyncError(f"{warp.name} uses the mbarrier at {self.address:#x} with nothing ordering it after its "
-                            f"initialisation (line {self.line})")
+            raise SyncError(
+                f"{warp.name} uses the mbarrier at {self.address:#x} with nothing ordering it after its "
+                f"initialisation (line {self.line})"
+            )
 
     def arrive(self, count: int) -> None:
         if count > self.pending:
@@ -61,14 +63,16 @@ class MBarrier:
         return self.phase != parity & 1
 
     def describe(self) -> str:
-        return (f"mbarrier {self.address:#x} (init line {self.line}): phase {self.completed} (parity {self.phase}), "
-                f"{self.pending} of {self.count} arrivals and {self.tx} bytes pending")
+        return (
+            f"mbarrier {self.address:#x} (init line {self.line}): phase {self.completed} (parity {self.phase}), "
+            f"{self.pending} of {self.count} arrivals and {self.tx} bytes pending"
+        )
 
 
 class NamedBarrier:
     def __init__(self, number: int):
         self.number, self.expected, self.arrived = number, 0, 0
-        self.waiters: list = []             # (warp, group, finish or None)
+        self.waiters: list = []  # (warp, group, finish or None)
         self.clock = new_clock()
         self.reduction = None
 
@@ -113,8 +117,9 @@ class Barriers:
             raise SyncError(f"line {line}: barrier {number} with {expected} threads of {total}")
         barrier = self.named.setdefault(number, NamedBarrier(number))
         if barrier.arrived and barrier.expected != expected:
-            raise SyncError(f"line {line}: barrier {number} used with {expected} threads while {barrier.expected} are "
-                            "expected")
+            raise SyncError(
+                f"line {line}: barrier {number} used with {expected} threads while {barrier.expected} are expected"
+            )
         barrier.expected = expected
         barrier.arrived += 32
         if self.cta.races:

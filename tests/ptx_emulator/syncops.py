@@ -6,23 +6,25 @@ import numpy as np
 
 from .decode import Builder, Mods, opcode
 from .errors import Trap
-from .parser import Addr, Label, Reg
 from .sync import Barriers, lanes_of
+from .syntax import Addr, Label, Reg
 
 
-# ---- control flow --------------------------------------------------------------------------------------------------
+# ---- control flow ------------------------------------------------------------------------------------------------
 @opcode("bra")
 def _bra(b: Builder, m: Mods):
     m.flag("uni")
     m.done()
-    label, = b.operands(1)
+    (label,) = b.operands(1)
     if not isinstance(label, Label):
         b.fail("branch to something that is not a label")
     target = b.target(label.name)
     if b.ins.guard is None:
+
         def jump(w, g):
             g.pc = target.block
             return True
+
         return b.control(jump, alone=False)
     slot, negated = b.src(b.ins.guard, "pred"), b.ins.negated
 
@@ -45,6 +47,7 @@ def _bra(b: Builder, m: Mods):
             else:
                 g.pc = target.block
         return True
+
     b.control(branch, alone=False)
 
 
@@ -61,6 +64,7 @@ def _exit(b: Builder, m: Mods):
         if mask is None or mask.any():
             w.exit(g, mask)
         return False
+
     b.control(run, alone=False)
 
 
@@ -71,10 +75,11 @@ def _trap(b: Builder, m: Mods):
 
     def run(w, R, mask):
         raise Trap(f"{w.name}, line {ins.line}: {ins.text}")
+
     b.emit(run)
 
 
-# ---- named barriers ------------------------------------------------------------------------------------------------
+# ---- named barriers ----------------------------------------------------------------------------------------------
 def _barrier(b: Builder, m: Mods):
     """bar / barrier{.cta}: sync, arrive, red (9.7.13.1); bar.warp.sync (9.7.13.2)."""
     if m.flag("cluster"):
@@ -82,7 +87,7 @@ def _barrier(b: Builder, m: Mods):
     if m.flag("warp"):
         m.expect("sync")
         m.done()
-        member, = b.operands(1)
+        (member,) = b.operands(1)
         b.converge(b.src(member, "b32"))
         return b.emit(lambda w, R, mask: None)
     m.flag("cta")
@@ -119,11 +124,13 @@ def _barrier(b: Builder, m: Mods):
         g.wait = bar
         bars.complete(bar)
         return g.wait is None
+
     b.control(run)
 
 
 def _reduction(name: str, d: int, source: int, negated: bool):
     """Accumulates a warp's predicates at arrival; the returned function writes the result on completion."""
+
     def join(w, mask, bar):
         p = ~w.R[source] if negated else w.R[source]
         p = p if mask is None else p[mask]
@@ -131,9 +138,13 @@ def _reduction(name: str, d: int, source: int, negated: bool):
         if bar.reduction is None:
             bar.reduction = value
         else:
-            bar.reduction = {"popc": bar.reduction + value, "and": bar.reduction and value,
-                             "or": bar.reduction or value}[name]
+            bar.reduction = {
+                "popc": bar.reduction + value,
+                "and": bar.reduction and value,
+                "or": bar.reduction or value,
+            }[name]
         return lambda result: np.copyto(w.R[d], w.R[d].dtype.type(result), where=True if mask is None else mask)
+
     return join
 
 
@@ -164,10 +175,11 @@ def _cluster_barrier(b: Builder, m: Mods):
         if w.cta.races:
             w.acquire(bar.clock)
         return True
+
     b.control(arrive if kind == "arrive" else wait)
 
 
-# ---- mbarrier ------------------------------------------------------------------------------------------------------
+# ---- mbarrier ----------------------------------------------------------------------------------------------------
 def shared_address(b: Builder, x, space: str | None):
     """A closure R -> shared addresses (uint32 lanes) of an address operand; `space` None means generic."""
     if not isinstance(x, Addr) or x.extra:
@@ -183,6 +195,7 @@ def shared_address(b: Builder, x, space: str | None):
         if wide:
             a = a.astype(np.uint32)
         return a + offset if offset else a
+
     return address
 
 
@@ -191,8 +204,9 @@ _MB_SPACES = ("shared", "shared::cta", "shared::cluster")
 
 @opcode("mbarrier")
 def _mbarrier(b: Builder, m: Mods):
-    kind = m.one_of("init", "inval", "arrive", "arrive_drop", "expect_tx", "complete_tx", "test_wait", "try_wait",
-                    required=True)
+    kind = m.one_of(
+        "init", "inval", "arrive", "arrive_drop", "expect_tx", "complete_tx", "test_wait", "try_wait", required=True
+    )
     m.last_type("b64")
     space = m.one_of(*_MB_SPACES)
     if kind in ("test_wait", "try_wait"):
@@ -210,7 +224,7 @@ def _mbarrier(b: Builder, m: Mods):
     if kind == "arrive" and not isinstance(ops[0], Addr):
         state = ops.pop(0)
         if isinstance(state, Reg):
-            b.dst(state, "b64")         # an opaque token; waits by token are not modelled
+            b.dst(state, "b64")  # an opaque token; waits by token are not modelled
     address = shared_address(b, ops[0], space)
     if len(ops) > 2 or (len(ops) == 1 and (tx or kind in ("init", "expect_tx", "complete_tx"))):
         b.fail("operand count")
@@ -241,6 +255,7 @@ def _mbarrier(b: Builder, m: Mods):
                 bar.arrive(1 if tx else count)
         if races:
             w.clock[0, w.agent] += 1
+
     b.emit(run)
 
 
@@ -276,7 +291,7 @@ def _mbarrier_wait(b: Builder, m: Mods, kind: str, space):
                 blocked = bar
         if blocked is not None and kind == "try_wait":
             if not g.timed_out and not w.launch.scheduler.spurious_timeout():
-                g.pc -= 1                   # executed again when woken
+                g.pc -= 1  # executed again when woken
                 blocked.waiters.append((w, g))
                 w.sleep(g, blocked)
                 w.launch.scheduler.note_wait(w, g)
@@ -285,10 +300,11 @@ def _mbarrier_wait(b: Builder, m: Mods, kind: str, space):
         for i in active:
             R[d][i] = done[int(a[i]), int(p[i])]
         return True
+
     b.control(run)
 
 
-# ---- fences --------------------------------------------------------------------------------------------------------
+# ---- fences ------------------------------------------------------------------------------------------------------
 @opcode("fence", "membar")
 def _fence(b: Builder, m: Mods):
     """Memory fences order nothing more here (one warp runs at a time); proxy fences matter to the race detector."""
@@ -310,6 +326,7 @@ def _fence(b: Builder, m: Mods):
             for barrier in w.unfenced_barriers:
                 barrier.fenced = True
             w.unfenced_barriers.clear()
+
         return b.emit(visible)
     m.one_of("sc", "acq_rel", "acquire", "release")
     m.one_of("cta", "cluster", "gpu", "sys", "gl")
@@ -317,7 +334,7 @@ def _fence(b: Builder, m: Mods):
     b.emit(lambda w, R, mask: None)
 
 
-# ---- instructions that only steer the machine ----------------------------------------------------------------------
+# ---- instructions that only steer the machine --------------------------------------------------------------------
 @opcode("setmaxnreg")
 def _setmaxnreg(b: Builder, m: Mods):
     """Register reallocation (9.7.19.5): the count is checked, nothing else happens here."""
@@ -348,6 +365,7 @@ def _nanosleep(b: Builder, m: Mods):
     def run(w, g):
         w.launch.scheduler.pause(w, g)
         return False
+
     b.control(run, alone=False)
 
 

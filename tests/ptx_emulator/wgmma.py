@@ -2,8 +2,8 @@
 
 The four warps of a warpgroup each contribute their part; once all four have issued an instruction it may complete, in
 order within the warpgroup. It reads A and B and writes D when it completes. Until wgmma.wait_group has covered it, its
-registers belong to it (any other access is a Hazard). Registers touched since the last wgmma.fence must not be used by a
-new one (9.7.15.7.1); as the code generator itself moves register writes past a fence, this is reported only when no
+registers belong to it (any other access is a Hazard). Registers touched since the last wgmma.fence must not be used by
+a new one (9.7.15.7.1); as the code generator itself moves register writes past a fence, this is reported only when no
 fence at all was executed since the last commit.
 """
 
@@ -17,12 +17,16 @@ from . import matrix as mx
 from .async_engine import AsyncOp
 from .decode import Builder, Mods, opcode
 from .errors import Hazard, SyncError
-from .parser import Vec
+from .syntax import Vec
 from .warpops import LANES
 
-_TYPES = {("f16", "f16"): 16, ("bf16", "bf16"): 16, ("tf32", "tf32"): 8,
-          **{(x, y): 32 for x in ("e4m3", "e5m2") for y in ("e4m3", "e5m2")},
-          **{(x, y): 32 for x in ("u8", "s8") for y in ("u8", "s8")}}
+_TYPES = {
+    ("f16", "f16"): 16,
+    ("bf16", "bf16"): 16,
+    ("tf32", "tf32"): 8,
+    **{(x, y): 32 for x in ("e4m3", "e5m2") for y in ("e4m3", "e5m2")},
+    **{(x, y): 32 for x in ("u8", "s8") for y in ("u8", "s8")},
+}
 
 
 @opcode("wgmma")
@@ -51,6 +55,7 @@ def _wgmma(b: Builder, m: Mods):
 
     def wait(w, g):
         return unit_of(w).wait(w, g, keep, line)
+
     b.control({"fence": fence, "commit_group": commit, "wait_group": wait}[kind])
 
 
@@ -94,7 +99,7 @@ class _Issued:
         self.unit, self.shape, self.parts = unit, shape, [None] * 4
         self.d_mask = self.a_mask = 0
         self.a_descriptor = self.b_descriptor = self.accumulate = None
-        self.limits = [None] * 4    # what the race detector lets each warp's part rely on
+        self.limits = [None] * 4  # what the race detector lets each warp's part rely on
         self.ticks = [0] * 4
         self.waiters: list = []
         self.op = AsyncOp(("wgmma", unit.number), "wgmma", shape.line, lambda: run(self), self.complete_parts)
@@ -109,12 +114,15 @@ class Unit:
     def __init__(self, cta, number: int):
         self.cta, self.number = cta, number
         self.issued: list[_Issued] = []
-        self.count = [0] * 4                        # instructions issued, per warp
+        self.count = [0] * 4  # instructions issued, per warp
         self.open: list[list] = [[] for _ in range(4)]
         self.groups: list[list] = [[] for _ in range(4)]
         # one agent per warp: a warp's wait covers its own part only, other warps may still be reading B
-        self.agents = [cta.races.agent(("wgmma", 4 * number + q), f"the wgmma of warp {4 * number + q}")
-                       for q in range(4)] if cta.races else []
+        self.agents = (
+            [cta.races.agent(("wgmma", 4 * number + q), f"the wgmma of warp {4 * number + q}") for q in range(4)]
+            if cta.races
+            else []
+        )
 
     def issue(self, w, shape: _Shape, part: _Operands, a_descriptor, b_descriptor, accumulate: bool, run) -> _Issued:
         q = w.index % 4
@@ -125,10 +133,16 @@ class Unit:
             self.cta.engine.issue(new.op)
         entry = self.issued[self.count[q]]
         self.count[q] += 1
-        if (entry.shape is not shape or entry.b_descriptor != b_descriptor or entry.accumulate != accumulate
-                or entry.a_descriptor != a_descriptor):
-            raise SyncError(f"{w.name}, line {shape.line}: the warps of warpgroup {self.number} disagree on a wgmma "
-                            f"(line {entry.shape.line}, descriptor {entry.b_descriptor:#x}, here {b_descriptor:#x})")
+        if (
+            entry.shape is not shape
+            or entry.b_descriptor != b_descriptor
+            or entry.accumulate != accumulate
+            or entry.a_descriptor != a_descriptor
+        ):
+            raise SyncError(
+                f"{w.name}, line {shape.line}: the warps of warpgroup {self.number} disagree on a wgmma "
+                f"(line {entry.shape.line}, descriptor {entry.b_descriptor:#x}, here {b_descriptor:#x})"
+            )
         entry.parts[q] = part
         if self.cta.races:
             entry.limits[q] = self.cta.races.async_limit(w.clock)
@@ -144,7 +158,7 @@ class Unit:
         """Completes all but the newest `keep` groups; sleeps while another warp has not issued its part."""
         q = w.index % 4
         groups = self.groups[q]
-        for group in groups[:max(len(groups) - keep, 0)]:
+        for group in groups[: max(len(groups) - keep, 0)]:
             for entry in group:
                 if not self.cta.engine.force(entry.op):
                     stuck = next(e for e in self.issued if not e.op.done)
@@ -154,7 +168,7 @@ class Unit:
                 if self.cta.races:
                     agent = self.agents[q]
                     w.clock[0, agent] = max(w.clock[0, agent], entry.ticks[q])
-        del groups[:max(len(groups) - keep, 0)]
+        del groups[: max(len(groups) - keep, 0)]
         w.registers_in_flight = 0
         for entry in [*(e for group in groups for e in group), *self.open[q]]:
             w.registers_in_flight |= entry.parts[q].registers
@@ -175,8 +189,10 @@ class _Partners:
 
     def describe(self) -> str:
         have = [i for i, p in enumerate(self.entry.parts) if p is not None]
-        return (f"wgmma.wait_group: the wgmma of line {self.entry.shape.line} was issued only by warps {have} of "
-                f"warpgroup {self.number}")
+        return (
+            f"wgmma.wait_group: the wgmma of line {self.entry.shape.line} was issued only by warps {have} of "
+            f"warpgroup {self.number}"
+        )
 
 
 def unit_of(w) -> Unit:
@@ -189,14 +205,14 @@ def unit_of(w) -> Unit:
     return unit
 
 
-# ---- fragments (9.7.15.5.1: register fragments of A and D) ---------------------------------------------------------
+# ---- fragments (9.7.15.5.1: register fragments of A and D) -------------------------------------------------------
 _ROW = LANES // 4
 
 
 def a_fragment(parts: list, kind: str) -> np.ndarray:
     """Four warps' A registers -> [64, K]. Register i holds row lane/4 + 8 (i%2) and 16 bytes' worth from (i/2)*16."""
     per = 4 // mx.ELEMENT_BYTES[kind]
-    raw = np.empty((4, 2, 8, 2, 4, per), f"u{mx.ELEMENT_BYTES[kind]}")       # warp, row half, row, column half, lane%4
+    raw = np.empty((4, 2, 8, 2, 4, per), f"u{mx.ELEMENT_BYTES[kind]}")  # warp, row half, row, column half, lane%4
     for q, p in enumerate(parts):
         for i, r in enumerate(p.a):
             raw[q, i % 2, :, i // 2] = r.view(raw.dtype).reshape(8, 4, per)
@@ -225,7 +241,7 @@ def write_d(parts: list, n: int, d_type: str, result: np.ndarray) -> None:
                 r[...] = tiles[q, i // 2 % 2, :, i // 4, :, i % 2].reshape(32)
 
 
-# ---- mma_async -----------------------------------------------------------------------------------------------------
+# ---- mma_async ---------------------------------------------------------------------------------------------------
 def _mma_async(b: Builder, m: Mods) -> None:
     shape = _Shape(b, m)
     m.done()
@@ -246,10 +262,10 @@ def _mma_async(b: Builder, m: Mods) -> None:
     a_mask, b.touch = b.touch, 0
     a_descriptor = None if from_registers else b.src(ops[1], "b64")
     b_descriptor, scale_d = b.src(ops[2], "b64"), b.src(ops[3], "pred")
-    negate = [b.integer(x) for x in ops[4:4 + scales]]
+    negate = [b.integer(x) for x in ops[4 : 4 + scales]]
     if any(x not in (1, -1) for x in negate):
         b.fail("imm-scale must be 1 or -1")
-    trans = [bool(b.integer(x)) for x in ops[4 + scales:]]
+    trans = [bool(b.integer(x)) for x in ops[4 + scales :]]
     trans_a, trans_b = ([False] + trans if from_registers else trans) if wide else (False, False)
     sign = negate[0] * negate[1] if negate else 1
 
@@ -284,18 +300,30 @@ def _mma_async(b: Builder, m: Mods) -> None:
         unit = unit_of(w)
         R = w.R
         if w.unfenced & (d_mask | a_mask) and not w.state.get("wgmma fenced"):
-            raise Hazard(f"{w.name}, line {shape.line}: wgmma.fence is missing: registers were accessed since the last "
-                         f"one: {shape.text}")
+            raise Hazard(
+                f"{w.name}, line {shape.line}: wgmma.fence is missing: registers were accessed since the last "
+                f"one: {shape.text}"
+            )
         for entry in unit.in_flight(w.index % 4):
             other = entry.parts[w.index % 4]
             same = entry.shape.n == shape.n and other.d[0] is R[d[0]]
             if (other.registers & d_mask and not same) or (entry.d_mask & a_mask) or (entry.a_mask & d_mask):
-                raise Hazard(f"{w.name}, line {shape.line}: uses registers of the wgmma of line {entry.shape.line}, which "
-                             "is still in flight")
+                raise Hazard(
+                    f"{w.name}, line {shape.line}: uses registers of the wgmma of line {entry.shape.line}, "
+                    "which is still in flight"
+                )
         part = _Operands(w, [R[s] for s in d], [R[s] for s in a], d_mask | a_mask)
-        entry = unit.issue(w, shape, part, None if a_descriptor is None else int(R[a_descriptor][0]),
-                           int(R[b_descriptor][0]), bool(R[scale_d][0]), perform)
+        entry = unit.issue(
+            w,
+            shape,
+            part,
+            None if a_descriptor is None else int(R[a_descriptor][0]),
+            int(R[b_descriptor][0]),
+            bool(R[scale_d][0]),
+            perform,
+        )
         entry.d_mask, entry.a_mask = d_mask, a_mask
         return True
+
     b.control(run)
     b.touch = 0

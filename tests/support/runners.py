@@ -1,4 +1,4 @@
-"""Where a decode check runs: the same call on the CPU backend or on a GPU, CPU tensors in and out."""
+"""Where a decode check runs: the same call on the CPU backend, on a GPU or in the emulator, CPU tensors in and out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Protocol
 import torch
 
 import foscar
+from foscar.api import _readable as readable
+from foscar.common import jit
 from foscar.common.cache import PagedKVCache
-from foscar.hopper.config import TileConfig
-from foscar.hopper.decode import Tables
+from foscar.common.plan import CombineConfig, Workspace
+from foscar.hopper import arguments
+from foscar.hopper.config import ARCH, TileConfig
+from foscar.hopper.decode import BUILD, LSE_UNITS, Tables
 
 from .gpu_kernels import config_of
 
@@ -90,6 +94,55 @@ class GpuRunner:
             return result.cpu(), lse.cpu()
         storage(out).copy_(storage(result))
         return out, lse.cpu()
+
+
+class EmulatorRunner:
+    """The kernels' PTX on this machine, by :mod:`ptx_emulator`: small sizes only.
+
+    Args:
+        ctas: of the decode kernel, as many as a GPU would have SMs.
+        options: of ``ptx_emulator.Launch``, such as ``seed`` or ``schedule``.
+    """
+
+    unit = GpuRunner.unit
+
+    def __init__(self, ctas: int = 1, **options):
+        self.ctas, self.options = ctas, options
+
+    def workers(self, config) -> int:
+        return config.warpgroups * self.ctas
+
+    def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
+        from ptx_emulator import Launch, Memory
+
+        config = config_of(q, cache, tile)
+        batch, heads, head_dim = q.shape
+        kv_heads, group = cache.num_kv_heads, heads // cache.num_kv_heads
+        out = torch.full(q.shape, math.nan, dtype=q.dtype) if out is None else out
+        lse = torch.full((batch, heads), math.nan)
+        room = Workspace.sizes(self.workers(config), batch, kv_heads, group, head_dim)
+        q = readable(q)
+        values = {
+            "q": q, "q_stride": q.stride(0), "q_head_stride": q.stride(1),
+            "cache": cache.data, "page_stride": cache.data.stride(0), "head_stride": cache.data.stride(1),
+            "pages": tables.pages, "table_stride": tables.pages.stride(0) if tables.indptr is None else 0,
+            "indptr": 0 if tables.indptr is None else tables.indptr, "lengths": tables.lengths,
+            "out": out, "out_stride": out.stride(0), "out_head_stride": out.stride(1), "lse": lse,
+            "partial_out": torch.full((room.partial_out,), math.nan),
+            "partial_lse": torch.full((room.partial_lse,), math.nan),
+            "splits": torch.full((room.splits,), -1, dtype=torch.int32),
+            "batch": batch, "kv_heads": kv_heads, "group": group, "lse_unit": LSE_UNITS[lse_base],
+            "sm_scale_log2": (1 / math.sqrt(head_dim) if sm_scale is None else sm_scale) * math.log2(math.e),
+        }  # fmt: skip
+        memory = Memory()
+        for kernel, names, grid in (
+            (jit.load_or_compile("hopper_decode", config, ARCH, f"{BUILD}:build_decode"), arguments.DECODE, self.ctas),
+            (jit.load_or_compile("hopper_combine", CombineConfig(head_dim, config.q_dtype), ARCH,
+                                 f"{BUILD}:build_combine"), arguments.COMBINE, batch * heads),
+        ):  # fmt: skip
+            given = [values[name] for name in names]
+            Launch(kernel.ptx, grid, kernel.block, given, smem=kernel.smem, memory=memory, **self.options).run()
+        return out, lse
 
 
 def storage(x: torch.Tensor) -> torch.Tensor:

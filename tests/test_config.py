@@ -1,0 +1,181 @@
+"""The Hopper kernel's configuration: what fits, what is refused with which arithmetic, and its parameters' order."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import re
+
+import pytest
+from support.gpu_kernels import KERNELS, name_of
+
+from foscar.common import jit
+from foscar.common.formats import PAGE_SIZES, FormatError, KVFormat
+from foscar.common.plan import CombineConfig
+from foscar.hopper import arguments
+from foscar.hopper.config import (
+    ARCH,
+    MAX_HEADS,
+    Q_DTYPES,
+    REGISTERS,
+    SHARED_BYTES,
+    STATIC_BYTES,
+    TILE_TOKENS,
+    ConfigError,
+    DecodeConfig,
+    TileConfig,
+)
+from foscar.hopper.decode import BUILD
+
+HEADS = range(4, MAX_HEADS + 1, 4)
+ALL = list(itertools.product((2, 4), (2, 4), (64, 128), PAGE_SIZES, HEADS, Q_DTYPES))
+
+
+def config(tile: dict | None = None, fmt: KVFormat | None = None, **changes) -> DecodeConfig:
+    options = {"head_dim": 128, "page_size": 64, "heads": 4} | changes
+    return DecodeConfig(fmt or KVFormat.int2(), **options, tile=TileConfig(**(tile or {})))
+
+
+# ---------------------------------------------------------------------------------------------- what fits
+@pytest.mark.parametrize("warpgroups", [None, 1, 2, 3])
+def test_every_supported_combination_fits(warpgroups):
+    assert len(ALL) == 2 * 2 * 2 * 4 * 4 * 2
+    for k_bits, v_bits, head_dim, page_size, heads, q_dtype in ALL:
+        tile = TileConfig(math_warpgroups=warpgroups)
+        c = DecodeConfig(KVFormat.make(k_bits, v_bits), head_dim, page_size, heads, q_dtype, tile)
+        w = c.warpgroups
+        assert w in (1, 2, 3) and (warpgroups is None or w == warpgroups)
+        assert 2 <= c.stages <= TileConfig.MAX_STAGES
+        shared = w * (c.stages * c.stage_bytes + c.workspace_bytes) + STATIC_BYTES
+        assert shared <= SHARED_BYTES and f"{shared} of {SHARED_BYTES} B shared" in c.describe()
+        if c.stages < TileConfig.MAX_STAGES:
+            assert shared + w * c.stage_bytes > SHARED_BYTES, "one more stage would fit"
+        assert c.threads == 128 * (w + 1) and c.threads * c.launch_registers <= REGISTERS
+        assert 128 * (w * c.math_registers + tile.load_registers) <= c.threads * c.launch_registers
+        assert c.stage_bytes == TILE_TOKENS // page_size * c.layout.record_bytes
+
+
+def test_sizes_by_hand():
+    """INT2, head_dim 128, 64-token pages: 64 x (32 + 4) bytes each of K and V; a tile is two pages."""
+    c = config()
+    assert c.layout.record_bytes == 4608 and c.pages_per_tile == 2 and c.stage_bytes == 9216
+    assert c.columns == 8 and c.query_bytes == 1024 and c.prob_bytes == 1024
+    assert "4608 B per (page, head), 72 B per token and KV head" in c.describe()
+
+
+def test_every_tile_override_reaches_the_config():
+    c = config({"math_warpgroups": 2, "kv_stages": 4, "math_registers": 200, "load_registers": 40})
+    assert (c.warpgroups, c.stages, c.math_registers, c.tile.load_registers) == (2, 4, 200, 40)
+    assert "2 math warpgroups x 4 stages x 9216 B" in c.describe() and "200/40 registers" in c.describe()
+    for f in dataclasses.fields(TileConfig):
+        assert f.name in ("math_warpgroups", "kv_stages", "math_registers", "load_registers"), "a knob without a test"
+
+
+# ---------------------------------------------------------------------------------------------- what does not
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
+
+
+@pytest.mark.parametrize("kv_stages", [0, 1, 9, 100])
+def test_shared_memory_is_refused_with_its_arithmetic(kv_stages):
+    with pytest.raises(ConfigError, match=r"shared memory: .* at least 2 stages and at most \d+ B fit") as info:
+        config({"kv_stages": kv_stages, "math_warpgroups": 3})
+    w, stages, stage, workspace, static, total, *_ = numbers(str(info.value))
+    assert (w, stages, stage, static) == (3, kv_stages, 9216, STATIC_BYTES)
+    assert total == w * (stages * stage + workspace) + static
+
+
+def test_registers_are_refused_with_their_arithmetic():
+    with pytest.raises(ConfigError, match="registers: .* the kernel would wait for ever") as info:
+        config({"math_warpgroups": 3, "math_registers": 240})
+    per_warpgroup, w, math, load, need, threads, launch, pool = numbers(str(info.value))
+    assert need == per_warpgroup * (w * math + load) > pool == threads * launch
+    assert (w, math, threads) == (3, 240, 512)
+
+
+@pytest.mark.parametrize(
+    "tile, message",
+    [
+        ({"math_warpgroups": 0}, "math_warpgroups must be 1, 2 or 3 .* not 0"),
+        ({"math_warpgroups": 4}, "math_warpgroups must be 1, 2 or 3 .* not 4"),
+        ({"math_registers": 100}, "math_registers must be a multiple of 8 from 24 to 240, not 100"),
+        ({"math_registers": 256}, "math_registers must be a multiple of 8 from 24 to 240, not 256"),
+        ({"load_registers": 16}, "load_registers must be a multiple of 8 from 24 to 240, not 16"),
+    ],
+)
+def test_knobs_out_of_range(tile, message):
+    with pytest.raises(ConfigError, match=message):
+        config(tile)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"head_dim": 256}, "takes head_dim 64 and 128, not 256"),
+        ({"head_dim": 96}, "takes head_dim 64 and 128, not 96"),
+        ({"page_size": 48}, "page_size must be one of"),
+        ({"page_size": 256}, "page_size must be one of"),
+        ({"heads": 5}, "heads must be 4, 8, 12 or 16 .* not 5"),
+        ({"heads": 20}, "heads must be 4, 8, 12 or 16 .* not 20"),
+        ({"q_dtype": "float32"}, "q_dtype must be one of .* not 'float32'"),
+        ({"fmt": KVFormat.make(2, k_axis="channel")}, "takes K quantized per token with one group of head_dim"),
+        ({"fmt": KVFormat.make(4, v_axis="channel", v_group=64)}, "takes V .* not axis 'channel' with groups of 64"),
+        ({"fmt": KVFormat.make(2, k_group=32)}, "takes K .* not axis 'token' with groups of 32"),
+    ],
+)
+def test_what_the_kernel_does_not_take(changes, message):
+    with pytest.raises(FormatError, match=message):
+        config(**changes)
+
+
+def test_a_group_spelled_out_is_the_same_kernel_shape():
+    assert config(fmt=KVFormat.make(2, k_group=128, v_group=128)).stage_bytes == config().stage_bytes
+
+
+# ---------------------------------------------------------------------------------------------- parameters
+ANNOTATIONS = {"i64": "Int64", "i32": "Int32", "f32": "Float32"}
+
+
+def annotated(names: dict[str, str]) -> dict[str, str]:
+    return {name: ANNOTATIONS[kind] for name, kind in names.items()}
+
+
+def signature(function, *others: str) -> dict[str, str]:
+    """Name -> annotation of the parameters before ``others``."""
+    parameters = inspect.signature(function).parameters
+    assert tuple(parameters)[-len(others) :] == others
+    return {name: p.annotation for name, p in parameters.items() if name not in others}
+
+
+def test_names_and_order_are_those_of_the_kernels():
+    pytest.importorskip("cutlass", reason="the kernels need nvidia-cutlass-dsl")
+    from foscar.common import combine
+    from foscar.hopper import kernel
+
+    for function, others in ((kernel.decode_kernel, ("cfg",)), (kernel.host, ("cfg", "stream"))):
+        assert list(signature(function, *others).items()) == list(annotated(arguments.DECODE).items())
+    for function, others in ((combine.combine_kernel, ("cfg",)), (combine.host, ("cfg", "stream"))):
+        assert list(signature(function, *others).items()) == list(annotated(arguments.COMBINE).items())
+    fields = {f.name: f.type for f in dataclasses.fields(kernel.Args)}
+    assert list(fields.items()) == list(annotated(arguments.DECODE).items())
+
+
+@pytest.mark.skipif(jit.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+def test_compiled_kernels_take_these_parameters():
+    """Types, sizes and natural alignment in the PTX; threads and shared memory as the config says."""
+    size = {"i64": 8, "i32": 4, "f32": 4}
+    c = KERNELS[0]
+    decode = jit.load_or_compile("hopper_decode", c, ARCH, f"{BUILD}:build_decode")
+    merge_config = CombineConfig(c.head_dim, c.q_dtype)
+    merge = jit.load_or_compile("hopper_combine", merge_config, ARCH, f"{BUILD}:build_combine")
+    for artifact, names in ((decode, arguments.DECODE), (merge, arguments.COMBINE)):
+        assert len(artifact.params) == len(names), name_of(c)
+        for param, kind in zip(artifact.params, names.values(), strict=True):
+            assert (param.size, param.type == "f32") == (size[kind], kind == "f32")
+            assert param.offset % param.size == 0
+    assert decode.threads == c.threads and merge.threads == merge_config.threads
+    used = c.warpgroups * (c.stages * c.stage_bytes + c.workspace_bytes)
+    assert used <= decode.smem + decode.static_smem <= min(used + STATIC_BYTES, SHARED_BYTES)
+    assert not decode.costly_remarks and not merge.costly_remarks
+    assert not decode.spill_bytes and not merge.spill_bytes

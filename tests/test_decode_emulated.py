@@ -1,0 +1,71 @@
+"""The compiled kernels without a GPU: the checks of test_decode_gpu.py in the PTX emulator, at small sizes."""
+
+from __future__ import annotations
+
+import pytest
+from support import decode_checks as checks
+from support.gpu_kernels import INT2, INT2_FP16, INT4, LAYOUTS, MIXED, TILES, name_of, with_heads
+from support.runners import EmulatorRunner
+
+from foscar.common import jit
+
+pytestmark = pytest.mark.skipif(jit.dsl_version() is None, reason="compiling the kernels needs nvidia-cutlass-dsl")
+
+
+def kernels(*configs):
+    return pytest.mark.parametrize("config", configs, ids=name_of)
+
+
+@pytest.fixture
+def runner():
+    return EmulatorRunner()
+
+
+@kernels(*LAYOUTS, *MIXED)
+def test_unpack(runner, config):
+    """Tokens and channels of every residue: each bit position, warp, page and block of a tile is among them."""
+    tokens = (0, 21, 42, 63, 74, 106, 127) if config.heads > 8 else (1, 58, 127)
+    step = config.head_dim // config.heads - 1 if config.heads <= 8 else 7
+    checks.k_unpack(runner, config, tokens=tokens, channels=range(0, config.head_dim, step), kv_heads=1)
+    checks.v_unpack(runner, config, tokens=(*tokens, 12, 95), kv_heads=1)
+
+
+@kernels(INT2, MIXED[1])
+def test_stages(runner, config):
+    checks.scores(runner, config, requests=3)
+    checks.uniform_weights(runner, config, (1, 127, 129))
+    checks.strides(runner, config)
+
+
+@pytest.mark.parametrize("group", [1, 5, 12, 16])
+def test_store(runner, group):
+    checks.store(runner, with_heads(group), group)
+
+
+@kernels(INT2, INT4)
+def test_combine(config):
+    checks.combine(EmulatorRunner(ctas=2), config)
+
+
+@kernels(INT2, INT2_FP16, INT4, *TILES, LAYOUTS[0])
+def test_whole(runner, config):
+    checks.whole(runner, config, batch=6, longest=400)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "late"}, {"seed": 1}, {"seed": 2}], ids=str)
+def test_other_schedules(options):
+    """Asynchronous operations complete as late as they may, or in a random order."""
+    checks.whole(EmulatorRunner(ctas=2, **options), INT2, batch=6, longest=400)
+
+
+@pytest.mark.parametrize("where", ["k", "v", "q"])
+def test_nan(runner, where):
+    checks.nan_stays(runner, INT2, where)
+
+
+def test_extremes(runner):
+    checks.magnitudes(runner, INT2_FP16)
+    checks.peaked(runner, INT2)
+    checks.shared_pages(runner, MIXED[0])
+    checks.flat(runner, INT2_FP16, 8192, v_mean=0.0)
+    checks.sink(runner, INT2_FP16, 8192)
