@@ -141,7 +141,7 @@ def _decode(q, cache, tables, sm_scale, out, lse, lse_base, backend, tile, buffe
         return
     kernels = decoder(_config(cache, q.shape[1], q.dtype, tile), cache.device.index)
     if buffers is None:
-        buffers = kernels.buffers(q.shape[0], cache.num_kv_heads, q.shape[1] // cache.num_kv_heads)
+        buffers = kernels.buffers(q.shape[1] // cache.num_kv_heads)
     target = out if out.stride(2) == 1 else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     log_sum = lse if lse is None or lse.is_contiguous() else torch.empty(lse.shape, device=lse.device)
     kernels(_readable(q), cache, tables, target, log_sum, buffers, sm_scale, lse_base)
@@ -227,7 +227,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
     Args:
         device: where caches will be; None: the tables' device.
-        max_batch: the largest batch, where the workspace should be allocated once (CUDA graphs); None: as needed.
+        max_batch: the largest batch that ``plan`` takes; None: any.
     """
 
     def __init__(self, device: torch.device | str | None = None, max_batch: int | None = None):
@@ -298,7 +298,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         )
         if device.type == "cuda" and backend != "torch":
             probe = PagedKVCache(0, page_size, num_kv_heads, head_dim, layout.format, device)
-            self._workspace(_config(probe, num_qo_heads, q_data_type, tile), probe, num_qo_heads, batch)
+            self._workspace(_config(probe, num_qo_heads, q_data_type, tile), probe, num_qo_heads)
         self._tables = self._in_place(tables)
         self._expected = (layout, num_kv_heads, num_qo_heads, q_data_type)
         self._options, self._batch = options, batch
@@ -342,13 +342,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
             return tables
         return Tables(tables.pages, old.lengths.copy_(new), tables.indptr)
 
-    def _workspace(self, config: DecodeConfig, cache: PagedKVCache, heads: int, batch: int) -> Buffers:
-        """The workspace for one kind of launch, made where there is none or a smaller one."""
-        group, batch = heads // cache.num_kv_heads, self.max_batch or batch
-        key = (config, cache.device, cache.num_kv_heads, group)
-        old = self._buffers.get(key)
-        if old is None or old.splits.numel() < 2 * batch * cache.num_kv_heads:
-            self._buffers[key] = decoder(config, cache.device.index).buffers(batch, cache.num_kv_heads, group)
+    def _workspace(self, config: DecodeConfig, cache: PagedKVCache, heads: int) -> Buffers:
+        """The workspace for one kind of launch, made once: a captured graph writes to it."""
+        group = heads // cache.num_kv_heads
+        key = (config, cache.device, group)
+        if key not in self._buffers:
+            self._buffers[key] = decoder(config, cache.device.index).buffers(group)
         return self._buffers[key]
 
     def run(
@@ -392,6 +391,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
         out, lse = _results(q, out, lse, return_lse)
         buffers = None
         if backend == "cuda":
-            buffers = self._workspace(_config(cache, heads, dtype, tile), cache, heads, self._batch)
+            buffers = self._workspace(_config(cache, heads, dtype, tile), cache, heads)
         _decode(q, cache, self._tables, scale, out, lse, lse_base, backend, tile, buffers)
         return (out, lse) if return_lse else out

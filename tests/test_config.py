@@ -8,11 +8,10 @@ import itertools
 import re
 
 import pytest
-from support.gpu_kernels import KERNELS, name_of
+from support.gpu_kernels import KERNELS
 
 from foscar.common import jit
 from foscar.common.formats import PAGE_SIZES, FormatError, KVFormat
-from foscar.common.plan import CombineConfig
 from foscar.hopper import arguments
 from foscar.hopper.config import (
     ARCH,
@@ -26,7 +25,7 @@ from foscar.hopper.config import (
     DecodeConfig,
     TileConfig,
 )
-from foscar.hopper.decode import BUILD
+from foscar.hopper.decode import kernels
 
 HEADS = range(4, MAX_HEADS + 1, 4)
 ALL = list(itertools.product((2, 4), (2, 4), (64, 128), PAGE_SIZES, HEADS, Q_DTYPES))
@@ -166,16 +165,14 @@ def test_compiled_kernels_take_these_parameters():
     """Types, sizes and natural alignment in the PTX; threads and shared memory as the config says."""
     size = {"i64": 8, "i32": 4, "f32": 4}
     c = KERNELS[0]
-    decode = jit.load_or_compile("hopper_decode", c, ARCH, f"{BUILD}:build_decode")
-    merge_config = CombineConfig(c.head_dim, c.q_dtype)
-    merge = jit.load_or_compile("hopper_combine", merge_config, ARCH, f"{BUILD}:build_combine")
-    for artifact, names in ((decode, arguments.DECODE), (merge, arguments.COMBINE)):
-        assert len(artifact.params) == len(names), name_of(c)
+    for name, part, builder, names in kernels(c):
+        artifact = jit.load_or_compile(name, part, ARCH, builder)
+        assert len(artifact.params) == len(names), name
         for param, kind in zip(artifact.params, names.values(), strict=True):
             assert (param.size, param.type == "f32") == (size[kind], kind == "f32")
             assert param.offset % param.size == 0
-    assert decode.threads == c.threads and merge.threads == merge_config.threads
-    used = c.warpgroups * (c.stages * c.stage_bytes + c.workspace_bytes)
-    assert used <= decode.smem + decode.static_smem <= min(used + STATIC_BYTES, SHARED_BYTES)
-    assert not decode.costly_remarks and not merge.costly_remarks
-    assert not decode.spill_bytes and not merge.spill_bytes
+        assert artifact.threads == part.threads
+        assert not artifact.costly_remarks and not artifact.spill_bytes, name
+        if part is c:
+            used = c.warpgroups * (c.stages * c.stage_bytes + c.workspace_bytes)
+            assert used <= artifact.smem + artifact.static_smem <= min(used + STATIC_BYTES, SHARED_BYTES)

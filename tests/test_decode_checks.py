@@ -1,4 +1,4 @@
-"""The checks of test_decode_gpu.py on the CPU backend, at small sizes: they accept what is right and see what is not."""
+"""The checks of test_decode_gpu.py on the CPU backend, at small sizes: they accept what is right and see faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_the_table_of_kernels():
     assert {(c.q_dtype, c.format.params) for c in KERNELS} == {
         (q, p) for q in ("bfloat16", "float16") for p in ("bfloat16", "float16")
     }
-    assert len({c.tile for c in TILES}) == len(TILES) and [with_heads(g).heads for g in (1, 4, 5, 9, 16)] == [4, 4, 8, 12, 16]
+    assert [with_heads(group).heads for group in (1, 4, 5, 9, 16)] == [4, 4, 8, 12, 16]
+    assert len({c.tile for c in TILES}) == len(TILES)
     assert len({name_of(c) for c in KERNELS}) == len(KERNELS)
     case = make_case([5], page_size=16, group_heads=6)
     with pytest.raises(LookupError, match="k2v2-d128-p16-h8-bfloat16 is not in"):

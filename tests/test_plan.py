@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from foscar.common.plan import CombineConfig, Segment, Workspace, ranges, segments, tiles_of
+from foscar.common.plan import CombineConfig, Segment, Workspace, combine_grid, ranges, segments, tiles_of
 
 TILE = 128
 H200 = 3 * 132  # workers of the default config
@@ -87,9 +87,18 @@ def test_workspace_slots_never_collide(lengths, kv_heads, workers):
             used[slot] = item
     shared = collections.Counter(slot // 2 for slot in used)
     assert all(n <= 2 for n in shared.values())
-    size = Workspace.sizes(workers, len(lengths), kv_heads, 5, 64)
+    size = Workspace.sizes(workers, 5, 64)
     assert all(slot < 2 * workers for slot in used) and size.partial_lse == 2 * workers * 5
-    assert size.partial_out == size.partial_lse * 64 and size.splits == 2 * len(items)
+    assert size.partial_out == size.partial_lse * 64 and size.splits == 2 * workers
+
+
+@launches
+def test_a_worker_begins_one_split_item_at_most(lengths, kv_heads, workers):
+    """``splits`` has room for one item per worker: the one whose first tile it holds and others finish."""
+    begun = collections.Counter(
+        parts[0].worker for parts in by_item(segments(lengths, kv_heads, workers, TILE)).values() if len(parts) > 1
+    )
+    assert all(n == 1 for n in begun.values())
 
 
 @launches
@@ -146,6 +155,15 @@ def test_fewer_tiles_than_workers():
         (0, 0, 0, 0, 1), (1, 0, 1, 0, 1), (2, 1, 0, 0, 1), (3, 1, 1, 0, 1),
         (4, 2, 0, 0, 1), (5, 2, 0, 1, 1), (6, 2, 1, 0, 1), (7, 2, 1, 1, 1),
     ]  # fmt: skip
+
+
+@given(items=st.integers(1, 2000), workers=st.integers(1, 500), group=st.integers(1, 16), ctas=st.integers(1, 200))
+def test_the_combine_covers_all_that_may_be_split(items, workers, group, ctas):
+    """A CTA for every entry of ``splits`` and every query head; the entries fit the workspace."""
+    by_item, heads_per_cta, grid = combine_grid(items, workers, group, ctas)
+    entries = items if by_item else workers
+    assert 2 * entries <= Workspace.sizes(workers, group, 64).splits
+    assert 1 <= heads_per_cta <= group and grid == entries * -(-group // heads_per_cta)
 
 
 def test_every_head_dim_has_a_combine():

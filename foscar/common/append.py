@@ -226,16 +226,20 @@ def check_page_ids(cache, page: torch.Tensor, request: torch.Tensor) -> None:
     bad = ((page < 0) | (page >= cache.num_pages)).nonzero()
     if len(bad):
         at = tuple(bad[0].tolist())
-        raise ValueError(f"block_table[{int(request[at])}] holds page id {int(page[at])} where tokens are stored; "
-                         f"the cache has pages 0 .. {cache.num_pages - 1}")
+        raise ValueError(
+            f"block_table[{int(request[at])}] holds page id {int(page[at])} where tokens are stored; "
+            f"the cache has pages 0 .. {cache.num_pages - 1}"
+        )
 
 
 def _check_values(cache, k, v) -> None:
     want = (cache.num_kv_heads, cache.head_dim)
     for name, x in (("k", k), ("v", v)):
         if not x.is_floating_point() or x.ndim != 3 or tuple(x.shape[1:]) != want:
-            raise ValueError(f"{name} must be a float tensor [n, {want[0]}, {want[1]}] (KV heads, head_dim), "
-                             f"not {x.dtype} {list(x.shape)}")
+            raise ValueError(
+                f"{name} must be a float tensor [n, {want[0]}, {want[1]}] (KV heads, head_dim), "
+                f"not {x.dtype} {list(x.shape)}"
+            )
         if x.device != cache.device:
             raise ValueError(f"{name} is on {x.device}, the cache on {cache.device}")
     if k.shape[0] != v.shape[0]:
@@ -244,8 +248,10 @@ def _check_values(cache, k, v) -> None:
 
 def _check_indptr(device, indptr, batch, n) -> None:
     if indptr.dtype != torch.int32 or tuple(indptr.shape) != (batch + 1,) or indptr.device != device:
-        raise ValueError(f"indptr must be int32 [{batch + 1}] on {device}, "
-                         f"not {indptr.dtype} {list(indptr.shape)} on {indptr.device}")
+        raise ValueError(
+            f"indptr must be int32 [{batch + 1}] on {device}, "
+            f"not {indptr.dtype} {list(indptr.shape)} on {indptr.device}"
+        )
     if device.type == "cpu":
         ends = indptr.tolist()
         if ends[0] != 0 or ends[-1] != n or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
@@ -256,5 +262,7 @@ def _check_positions(cache, block_table, request, position, column) -> None:
     bad = ((position < 0) | (column >= block_table.shape[1])).nonzero()
     if len(bad):
         i = int(bad[0])
-        raise ValueError(f"request {int(request[i])}: position {int(position[i])} is outside its block table of "
-                         f"{block_table.shape[1]} pages of {cache.page_size} tokens")
+        raise ValueError(
+            f"request {int(request[i])}: position {int(position[i])} is outside its block table of "
+            f"{block_table.shape[1]} pages of {cache.page_size} tokens"
+        )

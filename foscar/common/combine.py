@@ -1,8 +1,11 @@
-"""Merging the parts of items that were split over workers: one CTA per (request, query head).
+"""Merging the parts of items that were split over workers.
 
 Each part is a normalized output with its LSE in base 2, so ``O = sum_s 2^(lse_s - lse) O_s`` and
-``lse = log2 sum_s 2^lse_s`` (the associative merge of FlashAttention's split-KV).  CTAs of items that one worker
-finished alone return at once.  The kernel follows the decode kernel on the same stream with programmatic stream
+``lse = log2 sum_s 2^lse_s`` (the associative merge of FlashAttention's split-KV).  ``splits`` says what there is to
+merge, either per item (few items: ``splits[item] = (first worker, workers)``) or per worker (a worker begins at most
+one item that others finish: ``splits[worker] = (item, workers)``); plan.combine_grid chooses.  A CTA takes up to
+``heads_per_cta`` query heads of one entry, its warps share out heads and then parts, and CTAs with less than two parts
+to merge return at once.  The kernel follows the decode kernel on the same stream with programmatic stream
 serialization: it may start early and waits for the decode kernel's results itself.
 """
 
@@ -15,91 +18,128 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from . import device
 from .plan import COMBINE_WARPS as WARPS
 
+BATCH = 8  # parts that a warp has in flight
+
 
 def _floats(address, count: int, align: int) -> cute.Tensor:
     return cute.make_tensor(device.global_pointer(Float32, address, align), cute.make_layout(count))
 
 
 @cute.jit
-def _part(first: Int32, s: Int32) -> Int64:
-    """The workspace slot of part ``s``: the first worker's range ends in the item (slot 1), the others' begin there."""
+def _row(first: Int32, s: Int32, group: Int32, head: Int32) -> Int64:
+    """Workspace row of part ``s``: the first worker's range ends in the item (slot 1), the others' begin in it."""
     slot = 2 * (first + s)
     if s == 0:
         slot = slot + 1
-    return Int64(slot)
+    return Int64(slot) * Int64(group) + Int64(head)
 
 
 @cute.jit
-def _stage_lse(staged: cute.Tensor, partial_lse: Int64, first: Int32, count: Int32, row: Int64, group: Int64,
-               thread: Int32) -> None:  # fmt: skip
-    """All parts' LSEs to shared memory, one thread each: one trip to memory."""
-    for s in cutlass.range(thread, count, 32 * WARPS, unroll=1):
-        staged[s] = _floats(partial_lse + 4 * (_part(first, s) * group + row), 1, 4)[0]
+def _merge(acc: cute.Tensor, partial_out: Int64, partial_lse: Int64, first: Int32, begin: Int32, step: Int32,
+           count: Int32, group: Int32, head: Int32, lane: Int32, head_dim: cutlass.Constexpr):  # fmt: skip
+    """Parts ``begin``, ``begin + step``, ... of a head by one warp; ``acc`` (zeros) gets the lane's channels.
+
+    Returns (m, total): ``acc = sum 2^(lse - m) O`` and ``total = sum 2^(lse - m)``, m the largest LSE.
+    """
+    width = head_dim // 32
+    m, total = Float32(float("-inf")), Float32(0.0)
+    for base in cutlass.range(begin, count, step * BATCH, unroll=1):
+        # All loads first: one trip to memory for BATCH parts. Past the end the last part is read with weight 0.
+        parts, lses = [], []
+        for i in cutlass.range_constexpr(BATCH):
+            row = _row(first, cutlass.min(base + i * step, count - 1), group, head)
+            part = cute.make_rmem_tensor((width,), Float32)
+            cute.autovec_copy(_floats(partial_out + 4 * (row * head_dim + width * lane), width, 4 * width), part)
+            parts.append(part)
+            lses.append(_floats(partial_lse + 4 * row, 1, 4)[0])
+        top = device.tree(cute.arch.fmax, [m, *lses])
+        old = device.exp2(m - top)
+        m, total = top, total * old
+        for c in cutlass.range_constexpr(width):
+            acc[c] = acc[c] * old
+        for i in cutlass.range_constexpr(BATCH):
+            weight = Float32(cutlass.select_(base + i * step < count, device.exp2(lses[i] - top), Float32(0.0)))
+            total = total + weight
+            for c in cutlass.range_constexpr(width):
+                acc[c] = device.fma(weight, parts[i][c], acc[c])
+    return m, total
 
 
 @cute.jit
-def _merged_lse(staged: cute.Tensor, count: Int32, lane: Int32):
-    """(maximum LSE, sum of 2^(LSE - maximum)) over the parts, by every warp."""
+def _join(sums: cute.Tensor, stats: cute.Tensor, channel: Int32, begin: Int32, end: Int32):
+    """(output channel, LSE in base 2) from the warps ``begin`` .. ``end - 1`` of one head."""
     top = Float32(float("-inf"))
-    for s in cutlass.range(lane, count, 32, unroll=1):
-        top = cute.arch.fmax(top, staged[s])
-    top = device.butterfly(cute.arch.fmax, top, (1, 2, 4, 8, 16))
-    total = Float32(0.0)
-    for s in cutlass.range(lane, count, 32, unroll=1):
-        total = total + device.exp2(staged[s] - top)
-    return top, device.butterfly(device.add, total, (1, 2, 4, 8, 16))
+    for w in cutlass.range(begin, end, unroll=1):
+        top = cute.arch.fmax(top, stats[0, w])
+    value, total = Float32(0.0), Float32(0.0)
+    for w in cutlass.range(begin, end, unroll=1):
+        weight = device.exp2(stats[0, w] - top)
+        value = device.fma(weight, sums[channel, w], value)
+        total = device.fma(weight, stats[1, w], total)
+    return value / total, top + device.log2(total)
 
 
 @cute.kernel
 def combine_kernel(out: Int64, out_stride: Int64, out_head_stride: Int64, lse: Int64, partial_out: Int64,
-                   partial_lse: Int64, splits: Int64, kv_heads: Int32, group: Int32, lse_unit: Float32,
-                   cfg: cutlass.Constexpr):  # fmt: skip
-    """Grid: batch * kv_heads * group CTAs. Arguments as in the decode kernel."""
+                   partial_lse: Int64, splits: Int64, kv_heads: Int32, group: Int32, lse_unit: Float32, by_item: Int32,
+                   heads_per_cta: Int32, cfg: cutlass.Constexpr):  # fmt: skip
+    """Grid: entries of ``splits`` times ``ceil(group / heads_per_cta)``; other arguments as in the decode kernel."""
     width = cfg.head_dim // 32
     thread = cute.arch.thread_idx()[0]
     warp, lane = thread // 32, thread % 32
-    block = cute.arch.block_idx()[0]
-    item, index = block // group, block % group
+    chunks = (group + heads_per_cta - 1) // heads_per_cta
+    entry, chunk = cute.arch.block_idx()[0] // chunks, cute.arch.block_idx()[0] % chunks
     allocator = cutlass.memory.SmemAllocator()
     sums = allocator.allocate_tensor(Float32, cute.make_layout((cfg.head_dim, WARPS)), byte_alignment=16)
-    staged = allocator.allocate_tensor(Float32, cute.make_layout(cfg.max_parts), byte_alignment=16)
+    stats = allocator.allocate_tensor(Float32, cute.make_layout((2, WARPS)), byte_alignment=16)
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
-    pair = cute.make_tensor(device.global_pointer(Int32, splits + 8 * Int64(item), 8), cute.make_layout(2))
-    first, count = pair[0], pair[1]
+    pair = cute.make_tensor(device.global_pointer(Int32, splits + 8 * Int64(entry), 8), cute.make_layout(2))
+    other, count = pair[0], pair[1]
     if count > 1:
-        group64, row = Int64(group), Int64(index)
-        _stage_lse(staged, partial_lse, first, count, row, group64, thread)
-        cute.arch.sync_threads()
-        top, total = _merged_lse(staged, count, lane)
-        acc = cute.make_rmem_tensor((width,), Float32)
-        acc.fill(0.0)
-        for s in cutlass.range(warp, count, WARPS, unroll=8):
-            at = _part(first, s) * group64 + row
-            part = cute.make_rmem_tensor((width,), Float32)
-            cute.autovec_copy(_floats(partial_out + 4 * (at * cfg.head_dim + width * lane), width, 4 * width), part)
-            weight = device.exp2(staged[s] - top)
-            for i in cutlass.range_constexpr(width):
-                acc[i] = device.fma(weight, part[i], acc[i])
-        for i in cutlass.range_constexpr(width):
-            sums[width * lane + i, warp] = acc[i]
-        cute.arch.sync_threads()
-        request, head = item // kv_heads, item % kv_heads * group + index
-        if thread < cfg.head_dim:
-            value = device.tree(device.add, [sums[thread, w] for w in range(WARPS)]) / total
+        item, first = other, entry
+        if by_item != 0:
+            item, first = entry, other
+        request, kv_head = item // kv_heads, item % kv_heads
+        slices = WARPS // cutlass.min(heads_per_cta, WARPS)  # warps that share one head's parts
+        at_once = WARPS // slices
+        end = cutlass.min((chunk + 1) * heads_per_cta, group)
+        for base in cutlass.range(chunk * heads_per_cta, end, at_once, unroll=1):
+            head = base + warp // slices
+            if (head < end) & (warp // slices < at_once):
+                acc = cute.make_rmem_tensor((width,), Float32)
+                acc.fill(0.0)
+                m, total = _merge(acc, partial_out, partial_lse, first, warp % slices, slices, count, group, head,
+                                  lane, cfg.head_dim)  # fmt: skip
+                for c in cutlass.range_constexpr(width):
+                    sums[width * lane + c, warp] = acc[c]
+                if lane == 0:
+                    stats[0, warp] = m
+                    stats[1, warp] = total
+            cute.arch.sync_threads()
             dtype = BFloat16 if cutlass.const_expr(cfg.out_dtype == "bfloat16") else Float16
-            at = Int64(request) * out_stride + Int64(head) * out_head_stride + Int64(thread)
-            target = cute.make_tensor(device.global_pointer(dtype, out + 2 * at, 2), cute.make_layout(1))
-            target[0] = dtype(value)
-        if (thread == 0) & (lse != Int64(0)):
-            at = Int64(request) * Int64(kv_heads * group) + Int64(head)
-            _floats(lse + 4 * at, 1, 4)[0] = (top + device.log2(total)) * lse_unit
+            for i in cutlass.range(thread, cutlass.min(end - base, at_once) * cfg.head_dim, cfg.threads, unroll=1):
+                local, channel = i // cfg.head_dim, i % cfg.head_dim
+                query_head = kv_head * group + base + local
+                value, log_sum = _join(sums, stats, channel, local * slices, (local + 1) * slices)
+                at = Int64(request) * out_stride + Int64(query_head) * out_head_stride + Int64(channel)
+                target = cute.make_tensor(device.global_pointer(dtype, out + 2 * at, 2), cute.make_layout(1))
+                target[0] = dtype(value)
+                if (channel == 0) & (lse != Int64(0)):
+                    row = Int64(request) * Int64(kv_heads * group) + Int64(query_head)
+                    _floats(lse + 4 * row, 1, 4)[0] = log_sum * lse_unit
+            cute.arch.sync_threads()
 
 
 @cute.jit
 def host(out: Int64, out_stride: Int64, out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64,
-         splits: Int64, kv_heads: Int32, group: Int32, lse_unit: Float32, cfg: cutlass.Constexpr,
-         stream):  # fmt: skip
-    """Only to compile: the kernel is launched from its cubin."""
+         splits: Int64, kv_heads: Int32, group: Int32, lse_unit: Float32, by_item: Int32, heads_per_cta: Int32,
+         cfg: cutlass.Constexpr, stream):  # fmt: skip
+    """Only to compile: the kernel is launched from its cubin.
+
+    One CTA per SM is promised so that ptxas spends registers on loads in flight instead of on occupancy.
+    """
     combine_kernel(out, out_stride, out_head_stride, lse, partial_out, partial_lse, splits, kv_heads, group, lse_unit,
-                   cfg).launch(grid=[1, 1, 1], block=[cfg.threads, 1, 1], stream=stream)  # fmt: skip
+                   by_item, heads_per_cta, cfg).launch(
+        grid=[1, 1, 1], block=[cfg.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+    )  # fmt: skip

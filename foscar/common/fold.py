@@ -11,8 +11,9 @@ V per token, G        P'[h,t] = P[h,t] scale[t,G]                + sum_t P[h,t] 
 V per channel, T      the partial O of T, per channel            + (sum_{t in T} P[h,t]) bias[c]
 ====================  =========================================  ==================================================
 
-G is a group of channels, T a group of tokens: one (scale, bias) pair per token and G, or per channel and T.  The softmax denominator uses the unscaled P.  The fourth row holds for
-each token group's partial O, so it is applied before partial results are added.
+G is a group of channels, T a group of tokens: there is one (scale, bias) pair per token and G, or per channel and T.
+The softmax denominator uses the unscaled P.  The fourth row holds for each token group's partial O, so it is applied
+before partial results are added.
 
 The functions use ``*`` and ``+`` only: the same ones serve numbers, numpy and torch arrays (broadcasting as the caller
 arranges) and values inside a kernel, which passes its fused multiply-add as ``fma``.

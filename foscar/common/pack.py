@@ -109,8 +109,10 @@ def pack_record(layout: RecordLayout, k: Quantized, v: Quantized) -> torch.Tenso
     tokens, heads, head_dim = k.codes.shape
     dtype = param_dtype(layout.format.params)
     if tokens % layout.page_size or head_dim != layout.head_dim or v.codes.shape != k.codes.shape:
-        raise ValueError(f"pack_record needs K and V codes [pages * {layout.page_size}, heads, {layout.head_dim}], "
-                         f"not {list(k.codes.shape)} and {list(v.codes.shape)}")
+        raise ValueError(
+            f"pack_record needs K and V codes [pages * {layout.page_size}, heads, {layout.head_dim}], "
+            f"not {list(k.codes.shape)} and {list(v.codes.shape)}"
+        )
     if {k.scale.dtype, k.bias.dtype, v.scale.dtype, v.bias.dtype} != {dtype}:
         raise ValueError(f"pack_record: the parameters of this layout are {layout.format.params}")
     pages = tokens // layout.page_size

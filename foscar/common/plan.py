@@ -34,10 +34,10 @@ class Workspace:
     splits: int  # int32
 
     @classmethod
-    def sizes(cls, workers: int, batch: int, kv_heads: int, group: int, head_dim: int) -> Workspace:
-        """Every worker shares at most two items with others; ``splits`` holds two numbers per item."""
+    def sizes(cls, workers: int, group: int, head_dim: int) -> Workspace:
+        """Every worker shares at most two items with others; ``splits`` holds two numbers per worker."""
         rows = 2 * workers * group
-        return cls(rows * head_dim, rows, 2 * batch * kv_heads)
+        return cls(rows * head_dim, rows, 2 * workers)
 
 
 def ranges(total: int, workers: int) -> list[tuple[int, int]]:
@@ -66,7 +66,18 @@ def segments(lengths: list[int], kv_heads: int, workers: int, tile_tokens: int) 
     return result
 
 
-COMBINE_WARPS = 16
+def combine_grid(items: int, workers: int, group: int, ctas: int) -> tuple[int, int, int]:
+    """(by_item, heads_per_cta, CTAs) of the combine kernel for ``items`` (request, KV head) pairs.
+
+    Few items are split into many parts each, so a CTA takes one head; of many items most are whole or in two parts,
+    so a CTA takes all heads, and looking per worker instead of per item bounds the CTAs that only look.
+    """
+    by_item = items < workers
+    heads_per_cta = 1 if items * group <= 2 * ctas else group
+    return int(by_item), heads_per_cta, (items if by_item else workers) * -(-group // heads_per_cta)
+
+
+COMBINE_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -76,12 +87,10 @@ class CombineConfig:
     Args:
         head_dim: 64, 128 or 256.
         out_dtype: "bfloat16" or "float16".
-        max_parts: the largest number of workers of a launch (4 bytes of shared memory each).
     """
 
     head_dim: int
     out_dtype: str = "bfloat16"
-    max_parts: int = 1024
 
     @property
     def threads(self) -> int:

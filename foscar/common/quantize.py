@@ -96,8 +96,10 @@ def quantize(
             that overflow ``params``: the message says where.
     """
     if x.ndim != 3 or not x.is_floating_point() or x.element_size() < 2:
-        raise ValueError(f"{name} must be a 16-, 32- or 64-bit float tensor [tokens, heads, head_dim], not "
-                         f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}")
+        raise ValueError(
+            f"{name} must be a 16-, 32- or 64-bit float tensor [tokens, heads, head_dim], not "
+            f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+        )
     dtype = param_dtype(params)
     tokens, heads, head_dim = x.shape
     group = resolve_group(tensor_format, group, head_dim)

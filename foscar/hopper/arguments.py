@@ -28,10 +28,11 @@ DECODE: dict[str, str] = {
     "group": "i32",
     "sm_scale_log2": "f32",
     "lse_unit": "f32",
+    "by_item": "i32",
 }
 
 _COMBINE_NAMES = (
     "out", "out_stride", "out_head_stride", "lse", "partial_out", "partial_lse", "splits", "kv_heads", "group",
-    "lse_unit",
+    "lse_unit", "by_item",
 )  # fmt: skip
-COMBINE: dict[str, str] = {name: DECODE[name] for name in _COMBINE_NAMES}
+COMBINE: dict[str, str] = {name: DECODE[name] for name in _COMBINE_NAMES} | {"heads_per_cta": "i32"}

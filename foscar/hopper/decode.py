@@ -12,7 +12,7 @@ import torch
 from ..common import jit
 from ..common.cache import PagedKVCache
 from ..common.launch import load_kernel
-from ..common.plan import CombineConfig, Workspace
+from ..common.plan import CombineConfig, Workspace, combine_grid
 from . import arguments
 from .config import ARCH, DecodeConfig
 
@@ -33,13 +33,67 @@ class Tables:
 
 
 class Buffers:
-    """The workspace of launches of up to ``batch`` requests; reusable as long as launches do not overlap."""
+    """The workspace of a launch, of any batch; reusable as long as launches do not overlap."""
 
-    def __init__(self, device: torch.device, workers: int, batch: int, kv_heads: int, group: int, head_dim: int):
-        size = Workspace.sizes(workers, batch, kv_heads, group, head_dim)
+    def __init__(self, device: torch.device, workers: int, group: int, head_dim: int):
+        size = Workspace.sizes(workers, group, head_dim)
         self.partial_out = torch.empty(size.partial_out, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(size.partial_lse, dtype=torch.float32, device=device)
         self.splits = torch.empty(size.splits, dtype=torch.int32, device=device)
+
+
+def launch_values(
+    config: DecodeConfig,
+    ctas: int,
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    tables: Tables,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    buffers: Buffers,
+    sm_scale: float,
+    lse_base: int | str,
+) -> tuple[dict[str, torch.Tensor | int | float], tuple[int, int]]:
+    """Both kernels' parameters by name (a tensor stands for its address), and their grids, with ``ctas`` SMs."""
+    batch, heads, _ = q.shape
+    kv_heads, group = cache.num_kv_heads, heads // cache.num_kv_heads
+    by_item, heads_per_cta, combine_ctas = combine_grid(batch * kv_heads, ctas * config.warpgroups, group, ctas)
+    values = {
+        "q": q,
+        "q_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "cache": cache.data,
+        "page_stride": cache.data.stride(0),
+        "head_stride": cache.data.stride(1),
+        "pages": tables.pages,
+        "table_stride": 0 if tables.indptr is not None else tables.pages.stride(0),
+        "indptr": 0 if tables.indptr is None else tables.indptr,
+        "lengths": tables.lengths,
+        "out": out,
+        "out_stride": out.stride(0),
+        "out_head_stride": out.stride(1),
+        "lse": 0 if lse is None else lse,
+        "partial_out": buffers.partial_out,
+        "partial_lse": buffers.partial_lse,
+        "splits": buffers.splits,
+        "batch": batch,
+        "kv_heads": kv_heads,
+        "group": group,
+        "sm_scale_log2": sm_scale * math.log2(math.e),
+        "lse_unit": LSE_UNITS[lse_base],
+        "by_item": by_item,
+        "heads_per_cta": heads_per_cta,
+    }
+    return values, (ctas, combine_ctas)
+
+
+def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConfig, str, dict[str, str]], ...]:
+    """(name, config, builder, parameters) of the decode kernel and its combine, for jit.load_or_compile."""
+    combine = CombineConfig(config.head_dim, config.q_dtype)
+    return (
+        ("hopper_decode", config, f"{BUILD}:build_decode", arguments.DECODE),
+        ("hopper_combine", combine, f"{BUILD}:build_combine", arguments.COMBINE),
+    )
 
 
 class HopperDecode:
@@ -48,23 +102,15 @@ class HopperDecode:
     def __init__(self, config: DecodeConfig, device: torch.device):
         self.config, self.device = config, device
         self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
-        self.workers = self.ctas * config.warpgroups
-        combine = CombineConfig(config.head_dim, config.q_dtype)
-        if self.workers > combine.max_parts:
-            raise ValueError(f"{self.workers} workers on {self.ctas} SMs, the combine takes {combine.max_parts}")
-        self._launches = [
-            load_kernel(jit.load_or_compile(name, c, ARCH, f"{BUILD}:{function}"), device.index).prepare(
-                [0] * len(names), pdl=True
-            )
-            for name, c, function, names in (
-                ("hopper_decode", config, "build_decode", arguments.DECODE),
-                ("hopper_combine", combine, "build_combine", arguments.COMBINE),
-            )
-        ]
+        self._launches = []
+        for name, part, builder, parameters in kernels(config):
+            loaded = load_kernel(jit.load_or_compile(name, part, ARCH, builder), device.index)
+            self._launches.append((loaded.prepare([0] * len(parameters), pdl=True), parameters))
         self._lock = threading.Lock()
 
-    def buffers(self, batch: int, kv_heads: int, group: int) -> Buffers:
-        return Buffers(self.device, self.workers, batch, kv_heads, group, self.config.head_dim)
+    def buffers(self, group: int) -> Buffers:
+        """A workspace for ``group`` query heads per KV head."""
+        return Buffers(self.device, self.ctas * self.config.warpgroups, group, self.config.head_dim)
 
     def __call__(
         self,
@@ -78,38 +124,12 @@ class HopperDecode:
         lse_base: int | str,
     ) -> None:
         """Launch on the device's current stream; everything is checked already (api.py)."""
-        batch, heads, _ = q.shape
-        group = heads // cache.num_kv_heads
-        values = {
-            "q": q.data_ptr(),
-            "q_stride": q.stride(0),
-            "q_head_stride": q.stride(1),
-            "cache": cache.data.data_ptr(),
-            "page_stride": cache.data.stride(0),
-            "head_stride": cache.data.stride(1),
-            "pages": tables.pages.data_ptr(),
-            "table_stride": 0 if tables.indptr is not None else tables.pages.stride(0),
-            "indptr": 0 if tables.indptr is None else tables.indptr.data_ptr(),
-            "lengths": tables.lengths.data_ptr(),
-            "out": out.data_ptr(),
-            "out_stride": out.stride(0),
-            "out_head_stride": out.stride(1),
-            "lse": 0 if lse is None else lse.data_ptr(),
-            "partial_out": buffers.partial_out.data_ptr(),
-            "partial_lse": buffers.partial_lse.data_ptr(),
-            "splits": buffers.splits.data_ptr(),
-            "batch": batch,
-            "kv_heads": cache.num_kv_heads,
-            "group": group,
-            "sm_scale_log2": sm_scale * math.log2(math.e),
-            "lse_unit": LSE_UNITS[lse_base],
-        }
+        values, grids = launch_values(self.config, self.ctas, q, cache, tables, out, lse, buffers, sm_scale, lse_base)
+        values = {k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         stream = torch.cuda.current_stream(self.device).cuda_stream
         with self._lock:
-            for launch, names, grid in zip(
-                self._launches, (arguments.DECODE, arguments.COMBINE), (self.ctas, batch * heads), strict=True
-            ):
-                launch.update([values[name] for name in names])
+            for (launch, parameters), grid in zip(self._launches, grids, strict=True):
+                launch.update([values[name] for name in parameters])
                 launch(grid, stream)
 
 

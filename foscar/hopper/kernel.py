@@ -58,12 +58,13 @@ class Args:
     lse: Int64  # float32 [batch, kv_heads * group], or 0
     partial_out: Int64  # float32 [2 * workers, group, head_dim]
     partial_lse: Int64  # float32 [2 * workers, group], base 2
-    splits: Int64  # int32 [batch, kv_heads, 2]
+    splits: Int64  # int32 [entries, 2], see common/combine.py
     batch: Int32
     kv_heads: Int32
     group: Int32  # query heads per KV head
     sm_scale_log2: Float32  # sm_scale * log2(e)
     lse_unit: Float32  # 1: LSE in base 2; ln 2: natural
+    by_item: Int32  # what an entry of splits is: an item (1) or a worker (0)
 
 
 @dataclass
@@ -157,6 +158,8 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
     work = schedule.start(args, worker, cfg.warpgroups, lane)
     lengths = schedule.lengths_of(args)
     request, head, tile, position, left = work.request, work.head, work.tile, work.position, work.left
+    if (thread == 0) & (args.by_item == 0):
+        store.write_split(args, work.worker, Int32(0), Int32(0))  # unless it begins an item that others finish
     slot = Int32(0)
     phase = Int32(0)
     while left > 0:
@@ -207,11 +210,11 @@ def decode_kernel(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64,
                   pages: Int64, table_stride: Int64, indptr: Int64, lengths: Int64, out: Int64, out_stride: Int64,
                   out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64, splits: Int64,
                   batch: Int32, kv_heads: Int32, group: Int32, sm_scale_log2: Float32, lse_unit: Float32,
-                  cfg: cutlass.Constexpr):  # fmt: skip
+                  by_item: Int32, cfg: cutlass.Constexpr):  # fmt: skip
     """Raw pointers and numbers only (see :class:`Args`), so that any launcher can call it."""
     args = Args(q, q_stride, q_head_stride, cache, page_stride, head_stride, pages, table_stride, indptr, lengths, out,
                 out_stride, out_head_stride, lse, partial_out, partial_lse, splits, batch, kv_heads, group,
-                sm_scale_log2, lse_unit)  # fmt: skip
+                sm_scale_log2, lse_unit, by_item)  # fmt: skip
     thread = cute.arch.thread_idx()[0]
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     ledger = smem.allocate(cfg)
@@ -236,10 +239,10 @@ def host(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64, page_str
          pages: Int64, table_stride: Int64, indptr: Int64, lengths: Int64, out: Int64, out_stride: Int64,
          out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64, splits: Int64,
          batch: Int32, kv_heads: Int32, group: Int32, sm_scale_log2: Float32, lse_unit: Float32,
-         cfg: cutlass.Constexpr, stream):  # fmt: skip
+         by_item: Int32, cfg: cutlass.Constexpr, stream):  # fmt: skip
     """Only to compile: the kernel is launched from its cubin."""
     decode_kernel(q, q_stride, q_head_stride, cache, page_stride, head_stride, pages, table_stride, indptr, lengths,
                   out, out_stride, out_head_stride, lse, partial_out, partial_lse, splits, batch, kv_heads, group,
-                  sm_scale_log2, lse_unit, cfg).launch(
+                  sm_scale_log2, lse_unit, by_item, cfg).launch(
         grid=[1, 1, 1], block=[cfg.threads, 1, 1], stream=stream, min_blocks_per_mp=1
     )  # fmt: skip

@@ -33,9 +33,7 @@ def _read(args, request: Int32, head: Int32, index: Int32, lane: Int32, cfg: cut
     pairs = cute.make_rmem_tensor((words,), Uint32)
     pairs.fill(0)
     if index < args.group:
-        address = args.q + 2 * (
-            Int64(request) * args.q_stride + Int64(head * args.group + index) * args.q_head_stride
-        )
+        address = args.q + 2 * (Int64(request) * args.q_stride + Int64(head * args.group + index) * args.q_head_stride)
         source = device.global_pointer(Uint32, address + Int64(4 * words * lane), 4 * words)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(words)), pairs)
     return pairs

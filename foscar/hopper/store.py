@@ -82,19 +82,27 @@ def finish(args, state, work: Work, tiles: Int32, n: Int32, shared, warp: Int32,
                     target = device.global_pointer(Float32, args.partial_lse + row * 4, 4)
                     cute.make_tensor(target, cute.make_layout(1))[0] = lse
     if (work.tile == 0) & (warp == 0) & (lane == 0):
-        _note_splits(args, work, tiles, n)
+        _note_split(args, work, tiles, n)
 
 
 @cute.jit
-def _note_splits(args, work: Work, tiles: Int32, n: Int32) -> None:
-    """By the worker that holds an item's first tile: (first worker, workers) of the item, for the combine."""
-    last = work.worker
-    if n != tiles:
-        end = work.position + tiles
-        last = Int32((Int64(end) * Int64(work.workers) - 1) // Int64(work.total))
+def _note_split(args, work: Work, tiles: Int32, n: Int32) -> None:
+    """For the combine, by the worker that holds an item's first tile: the workers that finish it together."""
     item = work.request * args.kv_heads + work.head
-    target = device.global_pointer(Int32, args.splits + 8 * Int64(item), 8)
-    pair = cute.make_tensor(target, cute.make_layout(2))
-    pair[0] = work.worker
-    pair[1] = last - work.worker + 1
+    if n != tiles:
+        last = Int32((Int64(work.position + tiles) * Int64(work.workers) - 1) // Int64(work.total))
+        workers = last - work.worker + 1
+        if args.by_item != 0:
+            write_split(args, item, work.worker, workers)
+        else:
+            write_split(args, work.worker, item, workers)
+    elif args.by_item != 0:
+        write_split(args, item, work.worker, Int32(1))
 
+
+@cute.jit
+def write_split(args, entry: Int32, value: Int32, workers: Int32) -> None:
+    """One entry of ``splits`` (see common/combine.py), by one thread."""
+    pair = cute.make_tensor(device.global_pointer(Int32, args.splits + 8 * Int64(entry), 8), cute.make_layout(2))
+    pair[0] = value
+    pair[1] = workers

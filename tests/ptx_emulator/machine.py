@@ -48,9 +48,10 @@ class Warp:
         self.queued = False
         self.counts = [0] * len(self.program.blocks)
         self.instructions = 0
-        self.agent = index
+        self.agent, self.narrow = index, index + -(-cta.launch.threads // 32)  # several lanes, a single lane
         self.clock = new_clock()
-        self.clock[0, index] = 1
+        self.clock[0, [self.agent, self.narrow]] = 1
+        self.synced = 0  # own clock at the last synchronization of the whole warp
         self.registers_in_flight = 0  # bit mask: registers an unfinished wgmma owns
         self.unfenced = 0  # bit mask: registers touched since the last wgmma.fence
         self.unfenced_barriers: list = []  # mbarriers initialised since the last fence
@@ -269,9 +270,32 @@ class Warp:
         return "\n".join(parts)
 
     # ---- memory ordering ------------------------------------------------------------------------------------------
-    def release(self, clock: np.ndarray) -> None:
-        np.maximum(clock, self.clock, out=clock)
+    def accessor(self, lanes: int) -> tuple[int, int]:
+        """(agent, clock) of an access by this many lanes."""
+        agent = self.agent if lanes > 1 else self.narrow
+        return agent, int(self.clock[0, agent])
+
+    def tick(self) -> None:
         self.clock[0, self.agent] += 1
+        self.clock[0, self.narrow] += 1
+
+    def sync_lanes(self) -> None:
+        """The lanes of the warp have synchronized: each is ordered after what the others did."""
+        self.synced = int(self.clock[0, self.agent])
+        self.tick()
+
+    def release(self, clock: np.ndarray) -> None:
+        """By all lanes."""
+        np.maximum(clock, self.clock, out=clock)
+        self.sync_lanes()
+
+    def release_by(self, mask, clock: np.ndarray) -> None:
+        """By the lanes of a mask: if some are missing, what they did since the last synchronization is not covered."""
+        released = self.clock
+        if mask is not None and (self.live & ~mask).any():
+            released = self.clock.copy()
+            released[:, self.agent] = np.minimum(released[:, self.agent], self.synced)
+        np.maximum(clock, released, out=clock)
 
     def acquire(self, clock: np.ndarray) -> None:
         np.maximum(self.clock, clock, out=self.clock)
@@ -279,7 +303,7 @@ class Warp:
     def proxy_fence(self) -> None:
         """All that is ordered before this point is visible to the asynchronous proxy from here on."""
         self.clock[1] = self.clock[0]
-        self.clock[0, self.agent] += 1
+        self.tick()
         for barrier in self.unfenced_barriers:
             barrier.fenced = True
         self.unfenced_barriers.clear()

@@ -1,6 +1,6 @@
 """What the matrix units share: shared-memory descriptors, operand decoding and the arithmetic.
 
-Layouts are the canonical ones of the PTX ISA (9.7.15.5.1 wgmma, 9.7.17.5 tcgen05, "Shared Memory Matrix Layout" and
+Layouts are the canonical ones of the PTX ISA (9.7.15.5.1 wgmma, 9.7.16.5 tcgen05, "Shared Memory Matrix Layout" and
 "Strides"): core matrices of 8 rows of 16 bytes, without swizzle, or rows of 32, 64 or 128 bytes whose 16-byte chunks
 are XORed with address bits 7 and up.
 

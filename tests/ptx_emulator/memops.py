@@ -118,7 +118,8 @@ def _fetcher(b: Builder, space: str, operand, size: int, count: int):
         s.check(a, total)
         if w.cta.races:
             races = w.cta.races
-            races.read(w.agent, w.clock[0], int(w.clock[0, w.agent]), races.granules(a, total), line)
+            agent, clock = w.accessor(len(a))
+            races.read(agent, w.clock[0], clock, races.granules(a, total), line)
         w.launch.counters.shared_access(w, a, total, "load")
         return s.views[size][a >> (size.bit_length() - 1)] if count == 1 else _rows(s.rows[total], a, total, size)
 
@@ -224,8 +225,9 @@ def _storer(b: Builder, space: str, operand, size: int, count: int):
         s = w.cta.shared
         s.check(a, total)
         if w.cta.races:
-            races, clock = w.cta.races, w.clock[0]
-            races.write(w.agent, clock, clock, int(clock[w.agent]), races.granules(a, total), line)
+            races, limit = w.cta.races, w.clock[0]
+            agent, clock = w.accessor(len(a))
+            races.write(agent, limit, limit, clock, races.granules(a, total), line)
         w.launch.counters.shared_access(w, a, total, "store")
         if count == 1:
             s.views[size][a >> shift] = v

@@ -38,10 +38,10 @@ class Ptr:
     offset: int = 0
 
 
-def as_bytes(array) -> tuple[np.ndarray, int]:
+def as_bytes(array, whole: bool = False) -> tuple[np.ndarray, int]:
     """(flat uint8 view, byte offset of the first element) of a numpy array or CPU tensor; never a copy.
 
-    A contiguous one is exactly its own bytes; of a strided view it is the whole memory it is a view of.
+    A contiguous one is exactly its own bytes; of a strided view, or if `whole`, it is all the memory it is a view of.
     """
     if hasattr(array, "detach"):
         import torch
@@ -49,14 +49,14 @@ def as_bytes(array) -> tuple[np.ndarray, int]:
         if array.device.type != "cpu":
             raise TypeError("only CPU tensors can be passed to the emulator")
         array = array.detach()
-        if array.is_contiguous():
+        if array.is_contiguous() and not whole:
             return array.view(-1).view(torch.uint8).numpy(), 0
         storage = torch.empty(0, dtype=torch.uint8).set_(array.untyped_storage())
         return storage.numpy(), array.data_ptr() - storage.data_ptr()
     if not isinstance(array, np.ndarray):
         raise TypeError(f"an array or a tensor is needed, not {type(array).__name__}")
     root = array
-    while not root.flags.c_contiguous and isinstance(root.base, np.ndarray):
+    while (whole or not root.flags.c_contiguous) and isinstance(root.base, np.ndarray):
         root = root.base
     if not root.flags.c_contiguous:
         raise TypeError("the array's memory is not contiguous")
@@ -64,9 +64,14 @@ def as_bytes(array) -> tuple[np.ndarray, int]:
 
 
 class Memory:
-    """Global memory. The same Memory can serve several launches, one after another."""
+    """Global memory. The same Memory can serve several launches, one after another.
 
-    def __init__(self):
+    With `host_addresses` an array lies at its real address (`data_ptr()`), so that arguments prepared as plain integers
+    work; every array must then be registered first, and bounds are those of the whole storage behind it.
+    """
+
+    def __init__(self, host_addresses: bool = False):
+        self.host_addresses = host_addresses
         self._starts: list[int] = []
         self._allocations: list[Allocation] = []
         self._by_data: dict[tuple[int, int], Allocation] = {}
@@ -75,15 +80,17 @@ class Memory:
 
     def register(self, array, name: str = "") -> Allocation:
         """The allocation of an array's memory, made on first use; `name` appears in reports."""
-        return self._allocation(as_bytes(array)[0], array, name)
+        return self._allocation(as_bytes(array, self.host_addresses)[0], array, name)
 
     def _allocation(self, data: np.ndarray, array, name: str = "") -> Allocation:
         key = (data.ctypes.data, data.size)
         if key not in self._by_data:
-            a = Allocation(self._next, data, name or f"array{len(self._allocations)}", array)
+            base = data.ctypes.data if self.host_addresses else self._next
+            a = Allocation(base, data, name or f"array{len(self._allocations)}", array)
             self._next += -(-(data.size + _GAP) // _GAP) * _GAP
-            self._starts.append(a.base)
-            self._allocations.append(a)
+            at = bisect.bisect_left(self._starts, base)
+            self._starts.insert(at, base)
+            self._allocations.insert(at, a)
             self._by_data[key] = a
         elif name:
             self._by_data[key].name = name
@@ -91,7 +98,7 @@ class Memory:
 
     def address(self, array, offset: int = 0) -> int:
         """The invented device address of a byte in a registered array (for tables of pointers)."""
-        data, first = as_bytes(array)
+        data, first = as_bytes(array, self.host_addresses)
         return self._allocation(data, array).base + first + offset
 
     def find(self, address: int, size: int = 1) -> Allocation:

@@ -1,12 +1,14 @@
 """Shared-memory race detection with vector clocks (PTX ISA 8, Memory Consistency Model, simplified).
 
-Agents are the warps of a CTA and, added on demand, the asynchronous units (one per mbarrier that bulk copies complete
-on, one per warpgroup's wgmma, one per warp's bulk stores and so on). Clocks are arrays of shape (2, MAX_AGENTS):
-row 0 is "happened before me", row 1 is "happened before me and crossed a proxy fence": an asynchronous operation sees
-generic writes only through row 1 (fence.proxy.async, 9.7.13.4 membar/fence), everything else through row 0.
+Agents are the warps of a CTA (each twice: accesses of several lanes, and of a single one) and, added on demand, the
+asynchronous units (one per mbarrier that bulk copies complete on, one per warp's part of wgmma, one per warp's bulk
+stores and so on). Clocks are arrays of shape (2, MAX_AGENTS): row 0 is "happened before me", row 1 is "happened before
+me and crossed a proxy fence": an asynchronous operation sees generic writes only through row 1 (fence.proxy.async,
+9.7.13.4 membar/fence), everything else through row 0.
 
 Every granule of shared memory, and every cell of tensor memory, remembers its last writer and, per agent, its last
-read, with the clock and the source line. Lanes of one warp are one agent: conflicts inside a warp are not reported.
+read, with the clock and the source line. Conflicts inside a warp are not reported, but when some of its lanes arrive on
+an mbarrier, that releases what several lanes did only up to the last bar.warp.sync (or barrier of the whole warp).
 Atomics are not recorded.
 """
 
@@ -28,19 +30,19 @@ def new_clock() -> np.ndarray:
 class RaceDetector:
     def __init__(self, size: int, warps: int, granule: int, tensor_cells: int = 0):
         self.shift = {1: 0, 2: 1, 4: 2}[granule]
-        self.granule, self.warps = granule, warps
+        self.granule, self.generic = granule, 2 * warps  # agents below `generic` are warps
         self.tensor_base = (size >> self.shift) + 1  # cells of tensor memory follow the granules of shared memory
         self.writes = np.zeros(self.tensor_base + tensor_cells, np.int64)  # agent << 52 | line << 32 | clock
         self.reads: dict[int, np.ndarray] = {}  # agent -> line << 32 | clock
         self.last_read: dict[int, int] = {}
-        self.names = [f"warp {i}" for i in range(warps)]
+        self.names = [f"warp {i}" for i in range(warps)] + [f"a lane of warp {i}" for i in range(warps)]
         self.agents: dict[object, int] = {}
         self.ticks = [0] * MAX_AGENTS
 
     # ---- agents and clocks ----------------------------------------------------------------------------------------
     def agent(self, key, name: str) -> int:
         if key not in self.agents:
-            number = self.warps + len(self.agents) % (MAX_AGENTS - self.warps)
+            number = self.generic + len(self.agents) % (MAX_AGENTS - self.generic)
             self.agents[key] = number
             if number == len(self.names):
                 self.names.append(name)
@@ -53,7 +55,7 @@ class RaceDetector:
     def async_limit(self, clock: np.ndarray) -> np.ndarray:
         """What an asynchronous operation issued at `clock` may rely on: generic accesses only once fenced."""
         limit = clock[0].copy()
-        limit[: self.warps] = clock[1, : self.warps]
+        limit[: self.generic] = clock[1, : self.generic]
         return limit
 
     # ---- accesses -------------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ class RaceDetector:
         e = int(epochs[i])
         other, other_line = e >> 52, e >> 32 & _LINE
         hint = ""
-        if agent >= self.warps and other < self.warps and before == "written":
+        if agent >= self.generic and other < self.generic and before == "written":
             hint = " (no barrier, or no fence.proxy.async between the generic write and the asynchronous access)"
         cell = granule - self.tensor_base
         place = f"shared address {granule << self.shift:#x}"

@@ -70,6 +70,7 @@ FILLED: mbarrier.try_wait.parity.shared.b64 %p3, [%r6+{FULL}], %r5;
 @!%p3 bra FILLED;
 mad.lo.u32 %r7, %r4, 2048, %r1; shl.b32 %r13, %r0, 4; add.u32 %r7, %r7, %r13;
 ld.shared.v4.b32 {{%r20, %r21, %r22, %r23}}, [%r7+{SLOTS}];
+bar.warp.sync 0xffffffff;
 elect.sync _|%p4, -1;
 @%p4 mbarrier.arrive.shared.b64 _, [%r6+{EMPTY}];
 and.b32 %r20, %r20, 0x0f0f0f0f; and.b32 %r21, %r21, 0x0f0f0f0f;

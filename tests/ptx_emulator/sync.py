@@ -20,11 +20,11 @@ class MBarrier:
         self.pending, self.tx, self.phase, self.completed = count, 0, 0, 0
         self.waiters: list = []
         self.clock, self.done = new_clock(), new_clock()
-        self.owner, self.made = warp.agent, int(warp.clock[0, warp.agent])
+        self.owner, self.made = warp.accessor(1)
         self.fenced = False
 
     def check_visible(self, warp) -> None:
-        if warp.agent != self.owner and warp.clock[0, self.owner] < self.made:
+        if warp.narrow != self.owner and warp.clock[0, self.owner] < self.made:
             raise SyncError(
                 f"{warp.name} uses the mbarrier at {self.address:#x} with nothing ordering it after its "
                 f"initialisation (line {self.line})"

@@ -89,7 +89,7 @@ def _barrier(b: Builder, m: Mods):
         m.done()
         (member,) = b.operands(1)
         b.converge(b.src(member, "b32"))
-        return b.emit(lambda w, R, mask: None)
+        return b.emit(lambda w, R, mask: w.sync_lanes() if mask is None or not (w.live & ~mask).any() else None)
     m.flag("cta")
     kind = m.one_of("sync", "arrive", "red", required=True)
     aligned = b.ins.root == "bar" or m.flag("aligned")
@@ -246,7 +246,7 @@ def _mbarrier(b: Builder, m: Mods):
             if races:
                 bar.check_visible(w)
                 if kind == "arrive" and release:
-                    np.maximum(bar.clock, w.clock, out=bar.clock)
+                    w.release_by(mask, bar.clock)
             if kind == "expect_tx" or tx:
                 bar.expect(count)
             if kind == "complete_tx":
@@ -254,7 +254,7 @@ def _mbarrier(b: Builder, m: Mods):
             if kind == "arrive":
                 bar.arrive(1 if tx else count)
         if races:
-            w.clock[0, w.agent] += 1
+            w.tick()
 
     b.emit(run)
 

@@ -1,4 +1,4 @@
-"""tcgen05 for one CTA: alloc, ld, st, cp, mma, commit, wait, fence (PTX ISA 9.7.17).
+"""tcgen05 for one CTA: alloc, ld, st, cp, mma, commit, wait, fence (PTX ISA 9.7.16).
 
 mma, cp and commit share one queue and complete in the order issued; commit arrives on its mbarrier when it comes up.
 ld and st are asynchronous too: a loaded register may not be touched before wait::ld, stored data appears at wait::st at

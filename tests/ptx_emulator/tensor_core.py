@@ -1,6 +1,8 @@
-"""tcgen05.mma, .cp and .commit: the queue of a CTA's tensor core (PTX ISA 9.7.17.9, 9.7.17.10)."""
+"""tcgen05.mma, .cp and .commit: the queue of a CTA's tensor core (PTX ISA 9.7.16.9, 9.7.16.10)."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,7 +12,7 @@ from .decode import Builder, Mods
 from .errors import MemoryFault, SyncError
 from .sync import lanes_of
 from .syncops import shared_address
-from .syntax import Addr
+from .syntax import Addr, Vec
 from .tensor_operands import group_of_one, tensor_address
 from .tmem import split, tensor_memory
 
@@ -19,7 +21,7 @@ _KEY = ("tcgen05",)
 
 
 def descriptor(value: int) -> mx.Descriptor:
-    """9.7.17.4.1 Shared Memory Descriptor."""
+    """9.7.16.4.1 Shared Memory Descriptor."""
     if value >> 46 & 7 != 1 or value >> 53 & 0xFF or value >> 30 & 3 or value >> 14 & 3:
         raise MemoryFault(f"tcgen05 matrix descriptor {value:#018x}: fixed or reserved bits are wrong")
     if value >> 49 & 7 or value >> 52 & 1:
@@ -64,7 +66,7 @@ class _Queued:
         return mx.gather(self.cta.shared, d, k_major, rows, k, kind)
 
     def _packed(self, d, k_major: bool, rows: int, k: int, kind: str) -> np.ndarray:
-        """Sixteen 4-bit elements in the first 8 of each 16 bytes (9.7.17.10.4.4)."""
+        """Sixteen 4-bit elements in the first 8 of each 16 bytes (9.7.16.10.4.4)."""
         if kind != "e2m1" or not k_major:
             raise MemoryFault(f"line {self.line}: {kind} in shared memory is not modelled in this form")
         raw = self.shared_matrix(d, True, rows, k, "u8").astype(np.uint8).reshape(rows, k // 16, 16)[:, :, :8]
@@ -104,7 +106,7 @@ def commit(b: Builder, m: Mods, kind: str) -> None:
 
 
 def copy(b: Builder, m: Mods, kind: str) -> None:
-    """Shared to tensor memory: rows of 16 or 32 bytes; .warpx4 repeats 32 rows for the four warps (9.7.17.9.1)."""
+    """Shared to tensor memory: rows of 16 or 32 bytes; .warpx4 repeats 32 rows for the four warps (9.7.16.9.1)."""
     group_of_one(b, m)
     shape = m.one_of("128x256b", "128x128b", "32x128b", required=True)
     if shape == "32x128b":
@@ -144,7 +146,7 @@ _K = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32}
 
 
 class InstructionDescriptor:
-    """9.7.17.4.2: types, shape, majorness and signs of one tcgen05.mma."""
+    """9.7.16.4.2: types, shape, majorness and signs of one tcgen05.mma."""
 
     def __init__(self, value: int, kind: str, where: str):
         types = _TYPES[kind]
@@ -172,46 +174,98 @@ def multiply(b: Builder, m: Mods, kind_: str) -> None:
     m.one_of(*(f"collector::a::{x}" for x in ("fill", "use", "lastuse", "discard")))
     m.done()
     ops = list(b.ins.operands)
-    if len(ops) != 5:
-        b.fail("tcgen05.mma with disable-output-lane or scale-input-d is not modelled")
+    disabled = ops.pop(4) if len(ops) > 5 and isinstance(ops[4], Vec) else None
+    if len(ops) not in (5, 6) or (disabled is not None and len(disabled.items) != 4):
+        b.fail("operands of tcgen05.mma")
+    scale = 2.0 ** -b.integer(ops[5]) if len(ops) == 6 else 1.0
+    if scale != 1 and kind not in ("f16", "tf32"):
+        b.fail("scale-input-d is for kind::f16 and kind::tf32")
     d_address = tensor_address(b, ops[0])
-    from_tensor = isinstance(ops[1], Addr)
-    a_address = tensor_address(b, ops[1]) if from_tensor else None
-    a_slot = None if from_tensor else b.src(ops[1], "b64")
+    a_address = tensor_address(b, ops[1]) if isinstance(ops[1], Addr) else None
+    a_slot = None if a_address else b.src(ops[1], "b64")
     b_slot, i_slot, (use_d, negated) = b.src(ops[2], "b64"), b.src(ops[3], "u32"), b.predicate(ops[4])
+    off_slots = [b.src(x, "u32") for x in disabled.items] if disabled else []
     line = b.ins.line
 
     def run(w, R, mask):
         where = f"{w.name}, line {line}"
         for lane in lanes_of(mask):
-            shape = InstructionDescriptor(int(R[i_slot][lane]), kind, where)
-            a = a_address(R, lane) if from_tensor else descriptor(int(R[a_slot][lane]))
-            args = (
-                shape,
-                split(d_address(R, lane)),
-                a,
-                descriptor(int(R[b_slot][lane])),
-                bool(R[use_d][lane]) != negated,
+            call = _Multiply(
+                shape=InstructionDescriptor(int(R[i_slot][lane]), kind, where),
+                k=_K[kind],
+                d=split(d_address(R, lane)),
+                a=a_address(R, lane) if a_address else descriptor(int(R[a_slot][lane])),
+                b=descriptor(int(R[b_slot][lane])),
+                scale=scale if bool(R[use_d][lane]) != negated else 0.0,
+                disabled=sum(int(R[s][lane]) << 32 * i for i, s in enumerate(off_slots)),
             )
             queued = _Queued(w, line)
-            _check(queued, shape, args[1], split(a) if from_tensor else None, where)
-            _queue(w, line, "tcgen05.mma", lambda queued=queued, args=args: _perform(queued, _K[kind], *args))
+            call.check(queued, where)
+            _queue(w, line, "tcgen05.mma", lambda queued=queued, call=call: call.perform(queued))
 
     b.emit(run)
 
 
-def _check(queued: _Queued, shape, d, a, where: str) -> None:
-    if d[0] not in ((0,) if shape.m == 128 else (0, 16)):
-        raise MemoryFault(f"{where}: D at lane {d[0]} for M = {shape.m}")
-    queued.memory.check(d[0], 128 - d[0], d[1], shape.n, where)
-    if a is not None:
-        if shape.m != 128 or a[0] or not shape.a_k_major:
-            raise MemoryFault(f"{where}: A in tensor memory needs M = 128, lane 0 and K-major here")
-        queued.memory.check(0, 128, a[1], 8, where)
+@dataclass
+class _Multiply:
+    """One tcgen05.mma as issued: what it multiplies and where the result goes."""
+
+    shape: InstructionDescriptor
+    k: int
+    d: tuple[int, int]  # lane, column
+    a: object  # a tensor-memory address or a Descriptor
+    b: mx.Descriptor
+    scale: float  # of the old D; 0: ignore it
+    disabled: int  # a bit per lane of D that is not written (disable-output-lane)
+
+    def check(self, queued: _Queued, where: str) -> None:
+        lane, column = self.d
+        if lane not in ((0,) if self.shape.m == 128 else (0, 16)):
+            raise MemoryFault(f"{where}: D at lane {lane} for M = {self.shape.m}")
+        queued.memory.check(lane, 128 - lane, column, self.shape.n, where)
+        if isinstance(self.a, int):
+            a_lane, a_column = split(self.a)
+            if self.shape.m != 128 or a_lane or not self.shape.a_k_major:
+                raise MemoryFault(f"{where}: A in tensor memory needs M = 128, lane 0 and K-major here")
+            queued.memory.check(0, 128, a_column, 8, where)
+
+    def rows(self) -> np.ndarray:
+        """The lane of each row of D (9.7.16.10.5, layouts of M = 128 and M = 64)."""
+        rows = np.arange(self.shape.m)
+        return rows if self.shape.m == 128 else rows // 16 * 32 + rows % 16 + self.d[0]
+
+    def perform(self, queued: _Queued) -> None:
+        queued.start()
+        shape = self.shape
+        matrix_b = queued.shared_matrix(self.b, shape.b_k_major, shape.n, self.k, shape.b)
+        if isinstance(self.a, int):
+            matrix_a = _tensor_a(queued, self.a, shape.a, self.k)
+        else:
+            matrix_a = queued.shared_matrix(self.a, shape.a_k_major, shape.m, self.k, shape.a)
+        rows, column, cells = self.rows(), self.d[1], queued.memory.cells
+        keep = np.array([not self.disabled >> int(r) & 1 for r in rows])
+        rows, matrix_a = rows[keep], matrix_a[keep]
+        if queued.races:
+            queued.touch(queued.memory.granules(rows, column, shape.n), write=True)
+        old = np.ascontiguousarray(cells[rows, column : column + shape.n])
+        cells[rows, column : column + shape.n] = self._sum(matrix_a, matrix_b, old)
+        queued.cta.launch.counters.matrix("tcgen05", shape.m * shape.n * self.k)
+
+    def _sum(self, matrix_a: np.ndarray, matrix_b: np.ndarray, old: np.ndarray) -> np.ndarray:
+        """New cells from old ones; an f16 result occupies the low half of its cell."""
+        shape = self.shape
+        if shape.d == "s32":
+            c = old.view(np.int32) if self.scale else None
+            return mx.multiply_integer(matrix_a, matrix_b, c, shape.saturate).view(np.uint32)
+        half = shape.d == "f16"
+        c = old.astype(np.uint16).view(np.float16) if half else old.view(np.float32)
+        c = c.astype(np.float64) * self.scale if self.scale else None
+        result = mx.multiply_float(shape.negate * matrix_a, matrix_b, c, WINDOW)
+        return result.astype(np.float16).view(np.uint16).astype(np.uint32) if half else result.view(np.uint32)
 
 
 def _tensor_a(queued: _Queued, address: int, kind: str, k: int) -> np.ndarray:
-    """A from tensor memory: row = lane, elements packed into consecutive columns (9.7.17.10.4)."""
+    """A from tensor memory: row = lane, elements packed into consecutive columns (9.7.16.10.4)."""
     _, column = split(address)
     width = k * mx.ELEMENT_BYTES[kind] // 4
     if queued.races:
@@ -222,33 +276,3 @@ def _tensor_a(queued: _Queued, address: int, kind: str, k: int) -> np.ndarray:
     elif kind in ("e2m3", "e3m2"):
         raise MemoryFault(f"line {queued.line}: {kind} in tensor memory is not modelled")
     return mx.values(raw, kind)
-
-
-def _perform(queued: _Queued, k: int, shape, d, a, b, accumulate: bool) -> None:
-    queued.start()
-    memory = queued.memory
-    matrix_b = queued.shared_matrix(b, shape.b_k_major, shape.n, k, shape.b)
-    if isinstance(a, int):
-        matrix_a = _tensor_a(queued, a, shape.a, k)
-    else:
-        matrix_a = queued.shared_matrix(a, shape.a_k_major, shape.m, k, shape.a)
-    rows = np.arange(shape.m)
-    rows = rows if shape.m == 128 else rows // 16 * 32 + rows % 16 + d[0]  # layouts of M = 128 and 64 (9.7.17.10.5)
-    columns = slice(d[1], d[1] + shape.n)
-    if queued.races:
-        queued.touch(memory.granules(rows, d[1], shape.n), write=True)
-    old = memory.cells[rows, columns]
-    dtype = {"f32": np.float32, "s32": np.int32, "f16": np.float16}[shape.d]
-    c = None
-    if accumulate:
-        c = (old & np.uint32(0xFFFF)).astype(np.uint16).view(dtype) if shape.d == "f16" else old.view(dtype)
-    if shape.d == "s32":
-        result = mx.multiply_integer(matrix_a, matrix_b, c, shape.saturate).view(np.uint32)
-    else:
-        c = None if c is None else c.astype(np.float64)
-        result = mx.multiply_float(shape.negate * matrix_a, matrix_b, c, WINDOW)
-        result = (
-            result.astype(np.float16).view(np.uint16).astype(np.uint32) if shape.d == "f16" else result.view(np.uint32)
-        )
-    memory.cells[rows, columns] = result
-    queued.cta.launch.counters.matrix("tcgen05", shape.m * shape.n * k)

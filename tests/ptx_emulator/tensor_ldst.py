@@ -1,4 +1,4 @@
-"""tcgen05.ld, .st and their waits: tensor memory from and to registers (PTX ISA 9.7.17.8)."""
+"""tcgen05.ld, .st and their waits: tensor memory from and to registers (PTX ISA 9.7.16.8)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBERS = tuple(f"x{1 << i}" for i in range(8))
 
 
 def _cells(shape: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(lane offset, column offset) of each register and thread, [count, 32] (figures of 9.7.17.2.3.1)."""
+    """(lane offset, column offset) of each register and thread, [count, 32] (figures of 9.7.16.2.3.1)."""
     i = np.arange(count)[:, None]
     if shape == "32x32b":
         return np.broadcast_to(LANES, (count, 32)), np.broadcast_to(i, (count, 32))
@@ -38,7 +38,7 @@ def _ld_st(b: Builder, m: Mods, registers, operand):
     address, line = tensor_address(b, operand), b.ins.line
 
     def locate(w):
-        """Absolute lanes and columns; a warp reaches the 32 lanes of its number modulo 4 (9.7.17.2.3)."""
+        """Absolute lanes and columns; a warp reaches the 32 lanes of its number modulo 4 (9.7.16.2.3)."""
         lane, column = split(address(w.R, 0))
         if lane // 32 != w.index % 4 or (height == 32 and lane % 32) or (height == 16 and lane % 16):
             raise MemoryFault(f"{w.name}, line {line}: tensor-memory lane {lane} is not reachable from this warp")

@@ -184,6 +184,22 @@ def test_torch_tensors_and_several_launches_over_one_memory():
     assert strided.tolist() == [1] + [0] * 63
 
 
+def test_host_addresses():
+    """Arguments that were prepared as integers for a GPU: data_ptr() of registered tensors."""
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(64, dtype=torch.int16)
+    text = module("""ld.param.u64 %q0, [out]; mov.u32 %r0, %tid.x; mad.wide.u32 %q1, %r0, 2, %q0;
+        ld.global.b16 %h0, [%q1]; add.u16 %h0, %h0, 1; st.global.b16 [%q1], %h0;""")
+    memory = Memory(host_addresses=True)
+    with pytest.raises(MemoryFault):
+        Launch(text, 1, 32, [x.data_ptr()], memory=memory).run()
+    memory.register(x[8:], "x")
+    Launch(text, 1, 32, [x[32:].data_ptr()], memory=memory).run()
+    assert x.tolist() == [0] * 32 + [1] * 32
+    with pytest.raises(MemoryFault, match="x [+] 128 is outside"):
+        Launch(text, 1, 32, [x[33:].data_ptr()], memory=memory).run()
+
+
 def test_generic_and_local_addresses():
     body = """mov.u32 %r1, smem; cvt.u64.u32 %q5, %r1; cvta.shared.u64 %q6, %q5;
         mad.wide.u32 %q7, %r0, 4, %q6; st.u32 [%q7], %r0; ld.shared.u32 %r2, [%r1+12]; ld.u32 %r3, [%q7];

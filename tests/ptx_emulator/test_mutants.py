@@ -50,6 +50,7 @@ MUTANTS = {
     "no wait for the empty slot": (nth("@!%p3 bra FREE;", 0), "race sync"),
     "no arrival on the empty slot": (nth("@%p4 mbarrier.arrive.shared.b64 _, [%r6+16];", 0), "deadlock"),
     "every lane arrives on the empty slot": (nth("@%p4 mbarrier.arrive", 0, "mbarrier.arrive"), "sync race deadlock"),
+    "a lane releases the slot before the others have read it": (nth("bar.warp.sync 0xffffffff;", 0), "race"),
     "slot released before it is read": (lambda body: nth(
         "ld.shared.v4.b32", 0, "elect.sync _|%p4, -1; @%p4 mbarrier.arrive.shared.b64 _, [%r6+16]; ld.shared.v4.b32")(
         nth("@%p4 mbarrier.arrive.shared.b64 _, [%r6+16];", 0)(body)), "race"),

@@ -6,7 +6,6 @@ import pytest
 from ptx_emulator import EmulatorError, Launch
 from ptx_emulator.handmade import KIND_SIZE, module, operand, place
 
-RNG = np.random.default_rng(11)
 CODE = {"f16": 0, "bf16": 1, "e4m3": 0, "e5m2": 1, "e2m1": 5, "u8": 0, "s8": 1}
 FAMILY = {"f16": "f16", "bf16": "f16", "u8": "i8", "s8": "i8"}
 A_AT, B_AT, D_COLUMN, A_COLUMN = 2048, 2048 + 32768, 64, 32
@@ -108,26 +107,28 @@ def run(
     b_k_major=True,
     n=8,
     mutate=lambda s: s,
+    before="",
     **options,
 ):
     """N is at most 8 columns here (one tcgen05.ld.x8)."""
+    rng = np.random.default_rng(11)
     kind_b = kind_b or kind_a
     k = 32 // KIND_SIZE[kind_a]
-    raw_a, a = operand(RNG, kind_a, m, k)
-    raw_b, b = operand(RNG, kind_b, n, k)
+    raw_a, a = operand(rng, kind_a, m, k)
+    raw_b, b = operand(rng, kind_b, n, k)
     image = np.zeros(65536, np.uint8)
     data, lead_a, stride_a = place(packed(raw_a, kind_a, False), a_k_major, swizzle)
     image[: len(data)] = data
     data, lead_b, stride_b = place(packed(raw_b, kind_b, False), b_k_major, swizzle)
     image[B_AT - A_AT :][: len(data)] = data
     dtype = np.int32 if kind_a in ("u8", "s8") else np.float32
-    c, rows = RNG.integers(-50, 50, (128, n)).astype(dtype), np.zeros((128, 32), np.uint8)
+    c, rows = rng.integers(-50, 50, (128, n)).astype(dtype), np.zeros((128, 32), np.uint8)
     lanes = np.arange(m) if m == 128 else np.arange(m) // 16 * 32 + np.arange(m) % 16
     rows[:m] = packed(raw_a, kind_a, True).view(np.uint8) if m == 128 else 0
     text = BODY.replace("KIND", FAMILY.get(kind_a, "f8f6f4")).replace("AOPERAND", "[%r16]" if tensor else "%q10")
     out = np.zeros((128, n), dtype)
     Launch(
-        module(mutate(text), PARAMS, target="sm_100a"),
+        module(before + mutate(text), PARAMS, target="sm_100a"),
         1,
         128,
         [
@@ -177,6 +178,21 @@ def test_kinds(kinds, tensor):
 def test_shapes_layouts_and_schedules(options):
     got, want = run("f16", **({"m": 64} | options))
     np.testing.assert_array_equal(got, want)
+
+
+def test_disabled_lanes_and_scaled_accumulator():
+    """Lanes 1 and 33 keep their old D; D = A B + D / 4."""
+    got, want = run(
+        "f16",
+        mutate=nth("%r40, %p5;", 0, "%r40, {%r50, %r51, %r52, %r52}, %p5, 2;"),
+        before="""
+        mov.b32 %r50, 2; mov.b32 %r51, 2; mov.b32 %r52, 0;""",
+    )
+    got0, want0 = run("f16", acc=0)
+    old = want - want0
+    expected = want0 + old / 4
+    expected[[1, 33]] = old[[1, 33]]
+    np.testing.assert_array_equal(got, expected)
 
 
 def nth(text, n, new=""):

@@ -1,4 +1,4 @@
-"""Tensor memory: 128 lanes of 512 32-bit columns, allocated by column (PTX ISA 9.7.17.1, 9.7.17.7)."""
+"""Tensor memory: 128 lanes of 512 32-bit columns, allocated by column (PTX ISA 9.7.16.1, 9.7.16.7)."""
 
 from __future__ import annotations
 

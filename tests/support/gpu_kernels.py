@@ -15,9 +15,8 @@ import torch
 from foscar.common import jit
 from foscar.common.cache import PagedKVCache
 from foscar.common.formats import KVFormat
-from foscar.common.plan import CombineConfig
 from foscar.hopper.config import ARCH, DecodeConfig, TileConfig
-from foscar.hopper.decode import BUILD
+from foscar.hopper.decode import kernels
 
 BF16, FP16 = "bfloat16", "float16"
 
@@ -36,7 +35,7 @@ LAYOUTS = (
     _config(2, 2, 64, 128, 12, BF16),
     _config(2, 2, 128, 16, 12, FP16),
     _config(2, 2, 128, 32, 8, BF16, BF16),
-    _config(2, 2, 128, 64, 4, BF16),  # examples/quickstart.py and bench_decode.py use this one too
+    _config(2, 2, 128, 64, 4, BF16),  # examples/bench_decode.py uses this one too
     _config(2, 2, 128, 128, 16, BF16),
     _config(4, 4, 64, 16, 4, BF16),
     _config(4, 4, 64, 32, 12, FP16, BF16),
@@ -59,9 +58,10 @@ TILES = (
     _config(4, 4, 128, 64, 8, BF16, math_warpgroups=3, kv_stages=2),
 )
 INT2, INT4 = _config(2, 2, 128, 64, 4, BF16), _config(4, 4, 128, 64, 4, BF16)
-INT2_FP16 = _config(2, 2, 128, 64, 8, FP16)  # an output whose rounding hides little
-LONG = (INT2_FP16, MIXED[1], INT4)
-KERNELS = tuple(dict.fromkeys((*LAYOUTS, *MIXED, *TILES, INT2, INT4, INT2_FP16, *LONG)))
+# An output whose rounding hides little; examples/quickstart.py uses these too.
+INT2_FP16, INT4_FP16 = _config(2, 2, 128, 64, 4, FP16), _config(4, 4, 128, 64, 4, FP16)
+LONG = (INT2_FP16, INT4_FP16, MIXED[1], INT4)
+KERNELS = tuple(dict.fromkeys((*LAYOUTS, *MIXED, *TILES, INT2, INT4, *LONG)))
 
 Q_TYPES = {BF16: torch.bfloat16, FP16: torch.float16}
 
@@ -98,12 +98,8 @@ def jobs() -> list[tuple[str, object, str]]:
     """(name, config, builder) of every kernel: decode, combine, and the tiny one of test_launch.py."""
     from support import tiny_kernel
 
-    combines = dict.fromkeys(CombineConfig(c.head_dim, c.q_dtype) for c in KERNELS)
-    return [
-        *(("hopper_decode", c, f"{BUILD}:build_decode") for c in KERNELS),
-        *(("hopper_combine", c, f"{BUILD}:build_combine") for c in combines),
-        (tiny_kernel.NAME, tiny_kernel.TinyConfig(), tiny_kernel.BUILDER),
-    ]
+    found = dict.fromkeys(job[:3] for c in KERNELS for job in kernels(c))
+    return [*found, (tiny_kernel.NAME, tiny_kernel.TinyConfig(), tiny_kernel.BUILDER)]
 
 
 def main(folder: str) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Protocol
+from unittest import mock
 
 import torch
 
 import foscar
-from foscar.api import _readable as readable
-from foscar.common import jit
+from foscar import api
 from foscar.common.cache import PagedKVCache
-from foscar.common.plan import CombineConfig, Workspace
-from foscar.hopper import arguments
+from foscar.hopper import decode as decode_module
 from foscar.hopper.config import ARCH, TileConfig
-from foscar.hopper.decode import BUILD, LSE_UNITS, Tables
+from foscar.hopper.decode import HopperDecode, Tables
 
 from .gpu_kernels import config_of
 
@@ -96,11 +96,56 @@ class GpuRunner:
         return out, lse.cpu()
 
 
+class EmulatedLaunch:
+    """In the place of launch.PreparedLaunch: runs the kernel's PTX in the emulator."""
+
+    def __init__(self, artifact, owner: EmulatedDecode):
+        self.artifact, self.owner, self.values = artifact, owner, []
+
+    def update(self, values) -> None:
+        self.values = list(values)
+
+    def __call__(self, grid: int, stream: int) -> None:
+        from ptx_emulator import Launch
+
+        owner, kernel = self.owner, self.artifact
+        arguments = [owner.tensors.get(value, value) for value in self.values]  # addresses back to tensors
+        Launch(kernel.ptx, grid, kernel.block, arguments, smem=kernel.smem, memory=owner.memory, **owner.options).run()
+
+
+class EmulatedDecode(HopperDecode):
+    """The host side of a decode as it is, on CPU tensors; its workspace is poisoned before every call."""
+
+    def __init__(self, config, ctas: int, options: dict):
+        self.options = options
+        gpu = SimpleNamespace(multi_processor_count=ctas)
+
+        def load_kernel(artifact, index):
+            return SimpleNamespace(prepare=lambda values, pdl: EmulatedLaunch(artifact, self))
+
+        with (
+            mock.patch.object(decode_module, "load_kernel", load_kernel),
+            mock.patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
+        ):
+            super().__init__(config, torch.device("cpu"))
+
+    def __call__(self, q, cache, tables, out, lse, buffers, *rest) -> None:
+        from ptx_emulator import Memory
+
+        for x in vars(buffers).values():
+            x.fill_(math.nan if x.is_floating_point() else -1)
+        given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values())
+        self.tensors = {x.data_ptr(): x for x in given if x is not None and x.numel()}
+        self.memory = Memory()
+        with mock.patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)):
+            super().__call__(q, cache, tables, out, lse, buffers, *rest)
+
+
 class EmulatorRunner:
-    """The kernels' PTX on this machine, by :mod:`ptx_emulator`: small sizes only.
+    """The public API with the kernels' PTX run on this machine by :mod:`ptx_emulator`: small sizes only.
 
     Args:
-        ctas: of the decode kernel, as many as a GPU would have SMs.
+        ctas: as many as a GPU would have SMs.
         options: of ``ptx_emulator.Launch``, such as ``seed`` or ``schedule``.
     """
 
@@ -113,36 +158,13 @@ class EmulatorRunner:
         return config.warpgroups * self.ctas
 
     def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
-        from ptx_emulator import Launch, Memory
-
-        config = config_of(q, cache, tile)
-        batch, heads, head_dim = q.shape
-        kv_heads, group = cache.num_kv_heads, heads // cache.num_kv_heads
-        out = torch.full(q.shape, math.nan, dtype=q.dtype) if out is None else out
-        lse = torch.full((batch, heads), math.nan)
-        room = Workspace.sizes(self.workers(config), batch, kv_heads, group, head_dim)
-        q = readable(q)
-        values = {
-            "q": q, "q_stride": q.stride(0), "q_head_stride": q.stride(1),
-            "cache": cache.data, "page_stride": cache.data.stride(0), "head_stride": cache.data.stride(1),
-            "pages": tables.pages, "table_stride": tables.pages.stride(0) if tables.indptr is None else 0,
-            "indptr": 0 if tables.indptr is None else tables.indptr, "lengths": tables.lengths,
-            "out": out, "out_stride": out.stride(0), "out_head_stride": out.stride(1), "lse": lse,
-            "partial_out": torch.full((room.partial_out,), math.nan),
-            "partial_lse": torch.full((room.partial_lse,), math.nan),
-            "splits": torch.full((room.splits,), -1, dtype=torch.int32),
-            "batch": batch, "kv_heads": kv_heads, "group": group, "lse_unit": LSE_UNITS[lse_base],
-            "sm_scale_log2": (1 / math.sqrt(head_dim) if sm_scale is None else sm_scale) * math.log2(math.e),
-        }  # fmt: skip
-        memory = Memory()
-        for kernel, names, grid in (
-            (jit.load_or_compile("hopper_decode", config, ARCH, f"{BUILD}:build_decode"), arguments.DECODE, self.ctas),
-            (jit.load_or_compile("hopper_combine", CombineConfig(head_dim, config.q_dtype), ARCH,
-                                 f"{BUILD}:build_combine"), arguments.COMBINE, batch * heads),
-        ):  # fmt: skip
-            given = [values[name] for name in names]
-            Launch(kernel.ptx, grid, kernel.block, given, smem=kernel.smem, memory=memory, **self.options).run()
-        return out, lse
+        config_of(q, cache, tile)
+        with (
+            mock.patch.object(api, "device_arch", lambda device: ARCH),
+            mock.patch.object(api, "_backend", lambda name, cache: "cuda"),
+            mock.patch.object(api, "decoder", lambda config, index: EmulatedDecode(config, self.ctas, self.options)),
+        ):
+            return call(q, cache, tables, tile=tile, sm_scale=sm_scale, lse_base=lse_base, out=out, backend="cuda")
 
 
 def storage(x: torch.Tensor) -> torch.Tensor:
