@@ -1,89 +1,32 @@
-"""What users call: decode attention over a packed paged cache.  The only place that raises user errors."""
+"""What users call: decode attention over a packed paged cache.  With checks.py the only place that raises user errors."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 
 import torch
 
+from .checks import (
+    BACKENDS,
+    LSE_BASES,
+    Q_DTYPES,
+    check_int32,
+    check_pages,
+    check_query,
+    check_result,
+    check_scale,
+    check_tensors,
+    check_types,
+    require,
+)
 from .common.cache import PagedKVCache
 from .common.errors import UnsupportedDeviceError
 from .common.formats import KVFormat
 from .common.launch import device_arch
 from .common.reference import decode_folded
 from .hopper.config import ARCH, MAX_HEADS, DecodeConfig, TileConfig
-from .hopper.decode import Buffers, Tables, decoder
-
-Q_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-LSE_BASES = (2, "e")
-BACKENDS = ("auto", "cuda", "torch")
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ValueError(message)
-
-
-def _check_types(cache: PagedKVCache, **tensors: torch.Tensor | None) -> None:
-    if not isinstance(cache, PagedKVCache):
-        raise TypeError(f"cache must be a foscar.PagedKVCache, not {type(cache).__name__}")
-    _check_tensors(**tensors)
-
-
-def _check_tensors(**tensors: torch.Tensor | None) -> None:
-    for name, x in tensors.items():
-        if x is not None and not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
-
-
-def _check_query(q: torch.Tensor, cache: PagedKVCache, batch: int) -> None:
-    _require(q.dtype in Q_DTYPES, f"q must be bfloat16 or float16, not {q.dtype}")
-    _require(
-        q.ndim == 3 and q.shape[0] == batch and q.shape[2] == cache.head_dim,
-        f"q must be [batch, query heads, head_dim] = [{batch}, *, {cache.head_dim}], not {list(q.shape)}",
-    )
-    heads, kv = q.shape[1], cache.num_kv_heads
-    _require(heads > 0 and heads % kv == 0, f"{heads} query heads are not a multiple of {kv} KV heads")
-    _require(q.device == cache.device, f"q is on {q.device}, the cache on {cache.device}")
-
-
-def _check_int32(name: str, x: torch.Tensor, ndim: int, device: torch.device) -> None:
-    _require(
-        x.dtype == torch.int32 and x.ndim == ndim,
-        f"{name} must be int32 with {ndim} dimension{'s' * (ndim > 1)}, not {x.dtype} {list(x.shape)}",
-    )
-    _require(x.device == device, f"{name} is on {x.device}, not on {device}")
-
-
-def _check_scale(sm_scale: float | None, head_dim: int) -> float:
-    if sm_scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    _require(math.isfinite(sm_scale) and sm_scale > 0, f"sm_scale must be positive and finite, not {sm_scale}")
-    return float(sm_scale)
-
-
-def _check_result(name: str, x: torch.Tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
-    _require(
-        tuple(x.shape) == shape and x.dtype == dtype and x.device == device,
-        f"{name} must be {dtype} {list(shape)} on {device}, not {x.dtype} {list(x.shape)} on {x.device}",
-    )
-
-
-def _check_pages(cache: PagedKVCache, tables: Tables) -> None:
-    """Page ids and lengths against the cache; waits for the device."""
-    lengths, rows = tables.lengths.tolist(), tables.pages.cpu()
-    if tables.indptr is not None:
-        starts = tables.indptr.tolist()
-        ok = 0 <= starts[0] and starts[-1] <= len(rows) and all(a <= b for a, b in itertools.pairwise(starts))
-        _require(ok, f"indptr must ascend within the {len(rows)} entries of indices")
-        rows = [rows[a:b] for a, b in itertools.pairwise(starts)]
-    for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        fits = 0 <= length <= len(row) * cache.page_size
-        _require(fits, f"request {b} has {length} tokens and {len(row)} pages of {cache.page_size}")
-        used = row[: -(-length // cache.page_size)]
-        bad = used[(used < 0) | (used >= cache.num_pages)].tolist()
-        _require(not bad, f"request {b} uses page {bad[:1]}; the cache has pages 0 .. {cache.num_pages - 1}")
+from .hopper.decode import Buffers, HopperDecode, Tables, decoder
 
 
 def _readable(q: torch.Tensor) -> torch.Tensor:
@@ -106,42 +49,44 @@ def _dense(tables: Tables) -> Tables:
     return Tables(table, tables.lengths)
 
 
-def _config(cache: PagedKVCache, heads: int, dtype: torch.dtype, tile: TileConfig | None) -> DecodeConfig:
+_config = functools.cache(DecodeConfig)  # checking one costs as much as all of a call's other checks
+
+
+def _kernels(cache: PagedKVCache, heads: int, dtype: torch.dtype, tile: TileConfig | None) -> HopperDecode:
+    """What a call needs, compiled and loaded on first use."""
     group = heads // cache.num_kv_heads
-    _require(group <= MAX_HEADS, f"the Hopper kernel takes 1 to {MAX_HEADS} query heads per KV head, not {group}")
+    require(group <= MAX_HEADS, f"the Hopper kernel takes 1 to {MAX_HEADS} query heads per KV head, not {group}")
     arch = device_arch(cache.device)
     if arch != ARCH:
         raise UnsupportedDeviceError(f"there is a kernel for {ARCH} (Hopper: H100, H200) only, not for {arch}; "
                                      f"backend='torch' runs anywhere")  # fmt: skip
-    return DecodeConfig(cache.format, cache.head_dim, cache.page_size, -(-group // 4) * 4, Q_DTYPES[dtype],
-                        tile or TileConfig())  # fmt: skip
+    config = _config(cache.format, cache.head_dim, cache.page_size, -(-group // 4) * 4, Q_DTYPES[dtype],
+                     tile or TileConfig())  # fmt: skip
+    return decoder(config, cache.device.index)
 
 
 def _backend(name: str, cache: PagedKVCache) -> str:
-    _require(name in BACKENDS, f"backend must be one of {BACKENDS}, not {name!r}")
+    require(name in BACKENDS, f"backend must be one of {BACKENDS}, not {name!r}")
     if name == "auto":
         return "cuda" if cache.device.type == "cuda" else "torch"
     on_gpu = cache.device.type == "cuda"
-    _require(name == "torch" or on_gpu, f"backend 'cuda' needs a cache on a GPU, not on {cache.device}")
+    require(name == "torch" or on_gpu, f"backend 'cuda' needs a cache on a GPU, not on {cache.device}")
     return name
 
 
 @torch.no_grad()
-def _decode(q, cache, tables, sm_scale, out, lse, lse_base, backend, tile, buffers):
-    """Checked arguments to results; ``lse`` is a tensor to fill or None."""
-    if backend == "torch":
-        _check_pages(cache, tables)
+def _decode(q, cache, tables, sm_scale, out, lse, lse_base, kernels, buffers):
+    """Checked arguments to results; ``lse`` is a tensor to fill or None, ``kernels`` None for the torch backend."""
+    if q.shape[0] == 0:
+        return
+    if kernels is None:
+        check_pages(cache, tables)
         dense = _dense(tables)
         result, log_sum = decode_folded(q, cache, dense.pages, dense.lengths, sm_scale)
         out.copy_(result)
         if lse is not None:
             lse.copy_(log_sum if lse_base == "e" else log_sum / math.log(2.0))
         return
-    if q.shape[0] == 0:
-        return
-    kernels = decoder(_config(cache, q.shape[1], q.dtype, tile), cache.device.index)
-    if buffers is None:
-        buffers = kernels.buffers(q.shape[1] // cache.num_kv_heads)
     target = out if out.stride(2) == 1 else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     log_sum = lse if lse is None or lse.is_contiguous() else torch.empty(lse.shape, device=lse.device)
     kernels(_readable(q), cache, tables, target, log_sum, buffers, sm_scale, lse_base)
@@ -154,9 +99,9 @@ def _decode(q, cache, tables, sm_scale, out, lse, lse_base, backend, tile, buffe
 def _results(q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool):
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _check_result("out", out, tuple(q.shape), q.dtype, q.device)
+    check_result("out", out, tuple(q.shape), q.dtype, q.device)
     if lse is not None:
-        _check_result("lse", lse, tuple(q.shape[:2]), torch.float32, q.device)
+        check_result("lse", lse, tuple(q.shape[:2]), torch.float32, q.device)
     elif return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     return out, lse
@@ -202,19 +147,23 @@ def decode_attention(
         FormatError: a format, head_dim or page size that the kernel does not take.
         UnsupportedDeviceError: a GPU that there is no kernel for.
     """
-    _check_types(cache, q=q, block_table=block_table, seq_lens=seq_lens, out=out)
-    _check_int32("seq_lens", seq_lens, 1, cache.device)
-    _check_int32("block_table", block_table, 2, cache.device)
+    check_types(cache, q=q, block_table=block_table, seq_lens=seq_lens, out=out)
+    check_int32("seq_lens", seq_lens, 1, cache.device)
+    check_int32("block_table", block_table, 2, cache.device)
     batch = seq_lens.shape[0]
-    _require(block_table.shape[0] == batch, f"block_table has {block_table.shape[0]} rows for {batch} requests")
-    _check_query(q, cache, batch)
-    _require(lse_base in LSE_BASES, f"lse_base must be 2 or 'e', not {lse_base!r}")
+    require(block_table.shape[0] == batch, f"block_table has {block_table.shape[0]} rows for {batch} requests")
+    check_query(q, cache, batch)
+    require(lse_base in LSE_BASES, f"lse_base must be 2 or 'e', not {lse_base!r}")
     tables = Tables(block_table if block_table.stride(1) == 1 else block_table.contiguous(), seq_lens.contiguous())
     if check:
-        _check_pages(cache, tables)
-    scale = _check_scale(sm_scale, cache.head_dim)
+        check_pages(cache, tables)
+    scale = check_scale(sm_scale, cache.head_dim)
     out, lse = _results(q, out, None, return_lse)
-    _decode(q, cache, tables, scale, out, lse, lse_base, _backend(backend, cache), tile, None)
+    kernels = buffers = None
+    if _backend(backend, cache) == "cuda" and batch > 0:
+        kernels = _kernels(cache, q.shape[1], q.dtype, tile)
+        buffers = kernels.buffers(q.shape[1] // cache.num_kv_heads)
+    _decode(q, cache, tables, scale, out, lse, lse_base, kernels, buffers)
     return (out, lse) if return_lse else out
 
 
@@ -271,47 +220,47 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
         No host synchronization.  Raises as :func:`decode_attention`.
         """
-        _require(
+        require(
             num_qo_heads > 0 and num_kv_heads > 0 and num_qo_heads % num_kv_heads == 0,
             f"num_qo_heads ({num_qo_heads}) must be a positive multiple of num_kv_heads ({num_kv_heads})",
         )
-        _require(q_data_type in Q_DTYPES, f"q must be bfloat16 or float16, not {q_data_type}")
-        _require(lse_base in LSE_BASES, f"lse_base must be 2 or 'e', not {lse_base!r}")
-        _require(backend in BACKENDS, f"backend must be one of {BACKENDS}, not {backend!r}")
+        require(q_data_type in Q_DTYPES, f"q must be bfloat16 or float16, not {q_data_type}")
+        require(lse_base in LSE_BASES, f"lse_base must be 2 or 'e', not {lse_base!r}")
+        require(backend in BACKENDS, f"backend must be one of {BACKENDS}, not {backend!r}")
         compressed, dense = (indptr, indices, last_page_len), (block_table, seq_lens)
         given = [tables for tables in (compressed, dense) if any(x is not None for x in tables)]
-        _require(
+        require(
             len(given) == 1 and all(x is not None for x in given[0]),
             "plan takes either indptr, indices, last_page_len or block_table, seq_lens",
         )
-        _check_tensors(
+        check_tensors(
             indptr=indptr, indices=indices, last_page_len=last_page_len, block_table=block_table, seq_lens=seq_lens
         )
         layout = (KVFormat.int2() if format is None else format).layout(head_dim, page_size)
-        options = (_check_scale(sm_scale, head_dim), lse_base, backend, tile)
+        options = (check_scale(sm_scale, head_dim), lse_base, backend, tile)
         device = self.device or (block_table if given[0] is dense else indices).device
         tables = self._dense(*dense, device) if given[0] is dense else self._compressed(*compressed, page_size, device)
         batch = tables.lengths.shape[0]
-        _require(
+        require(
             self.max_batch is None or batch <= self.max_batch,
             f"a batch of {batch} is larger than max_batch = {self.max_batch}",
         )
         if device.type == "cuda" and backend != "torch":
             probe = PagedKVCache(0, page_size, num_kv_heads, head_dim, layout.format, device)
-            self._workspace(_config(probe, num_qo_heads, q_data_type, tile), probe, num_qo_heads)
+            self._workspace(_kernels(probe, num_qo_heads, q_data_type, tile), num_qo_heads // num_kv_heads)
         self._tables = self._in_place(tables)
         self._expected = (layout, num_kv_heads, num_qo_heads, q_data_type)
         self._options, self._batch = options, batch
 
     @staticmethod
     def _dense(block_table, seq_lens, device) -> Tables:
-        _check_int32("block_table", block_table, 2, device)
-        _check_int32("seq_lens", seq_lens, 1, device)
-        _require(
+        check_int32("block_table", block_table, 2, device)
+        check_int32("seq_lens", seq_lens, 1, device)
+        require(
             block_table.shape[0] == seq_lens.shape[0],
             f"block_table has {block_table.shape[0]} rows for {seq_lens.shape[0]} requests",
         )
-        _require(
+        require(
             (block_table.stride(1) == 1 or block_table.shape[1] == 1) and seq_lens.is_contiguous(),
             "plan keeps block_table and seq_lens: their last dimension must be contiguous",
         )
@@ -320,16 +269,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
     @staticmethod
     def _compressed(indptr, indices, last_page_len, page_size, device) -> Tables:
         for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
-            _check_int32(name, x, 1, device)
-            _require(x.is_contiguous(), f"plan keeps {name}: it must be contiguous")
-        _require(
+            check_int32(name, x, 1, device)
+            require(x.is_contiguous(), f"plan keeps {name}: it must be contiguous")
+        require(
             indptr.shape[0] == last_page_len.shape[0] + 1,
             f"indptr has {indptr.shape[0]} entries for {last_page_len.shape[0]} requests; it needs one more than those",
         )
         pages = indptr[1:] - indptr[:-1]
         if device.type == "cpu":
             bad = (pages > 0) & ((last_page_len < 1) | (last_page_len > page_size))
-            _require(not bad.any(), f"last_page_len must be 1 .. {page_size}, not {last_page_len[bad][:1].tolist()}")
+            require(not bad.any(), f"last_page_len must be 1 .. {page_size}, not {last_page_len[bad][:1].tolist()}")
         lengths = torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)
         return Tables(indices, lengths.to(torch.int32), indptr)
 
@@ -342,12 +291,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
             return tables
         return Tables(tables.pages, old.lengths.copy_(new), tables.indptr)
 
-    def _workspace(self, config: DecodeConfig, cache: PagedKVCache, heads: int) -> Buffers:
+    def _workspace(self, kernels: HopperDecode, group: int) -> Buffers:
         """The workspace for one kind of launch, made once: a captured graph writes to it."""
-        group = heads // cache.num_kv_heads
-        key = (config, cache.device, group)
+        key = (kernels, group)
         if key not in self._buffers:
-            self._buffers[key] = decoder(config, cache.device.index).buffers(group)
+            self._buffers[key] = kernels.buffers(group)
         return self._buffers[key]
 
     def run(
@@ -369,28 +317,26 @@ class BatchDecodeWithPagedKVCacheWrapper:
         Returns:
             out, or (out, lse) with ``return_lse``; see :func:`decode_attention`.
         """
-        _require(self._tables is not None, "call plan before run")
-        _check_types(cache, q=q, out=out, lse=lse)
+        require(self._tables is not None, "call plan before run")
+        check_types(cache, q=q, out=out, lse=lse)
         layout, kv_heads, heads, dtype = self._expected
-        _check_query(q, cache, self._batch)
-        _require(
-            cache.layout == layout and cache.num_kv_heads == kv_heads,
-            f"the plan is for {layout.format.name}, {kv_heads} KV heads of {layout.head_dim}, pages of "
-            f"{layout.page_size}; the cache is {cache!r}",
-        )
-        _require(
+        check_query(q, cache, self._batch)
+        if cache.layout != layout or cache.num_kv_heads != kv_heads:
+            raise ValueError(f"the plan is for {layout.format.name}, {kv_heads} KV heads of {layout.head_dim}, "
+                             f"pages of {layout.page_size}; the cache is {cache!r}")  # fmt: skip
+        require(
             q.shape[1] == heads and q.dtype == dtype,
             f"the plan is for {heads} query heads of {dtype}, q has {q.shape[1]} of {q.dtype}",
         )
-        _require(
+        require(
             self._tables.lengths.device == cache.device,
             f"the planned tables are on {self._tables.lengths.device}, the cache on {cache.device}",
         )
         scale, lse_base, backend, tile = self._options
-        backend = _backend(backend, cache)
         out, lse = _results(q, out, lse, return_lse)
-        buffers = None
-        if backend == "cuda":
-            buffers = self._workspace(_config(cache, heads, dtype, tile), cache, heads)
-        _decode(q, cache, self._tables, scale, out, lse, lse_base, backend, tile, buffers)
+        kernels = buffers = None
+        if _backend(backend, cache) == "cuda" and self._batch > 0:
+            kernels = _kernels(cache, heads, dtype, tile)
+            buffers = self._workspace(kernels, heads // kv_heads)
+        _decode(q, cache, self._tables, scale, out, lse, lse_base, kernels, buffers)
         return (out, lse) if return_lse else out

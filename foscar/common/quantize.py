@@ -177,9 +177,10 @@ def fit_parameters(
         scale, bias, bad (bool; there scale is 1 and bias NaN), each of lo's shape.
     """
     near = lo.to(dtype)
-    step = ((hi - near.to(lo.dtype)) / max_code).to(dtype).to(lo.dtype)
+    steps = lo.new_full((), max_code)  # a tensor: by a number, CUDA would multiply with its rounded reciprocal
+    step = ((hi - near.to(lo.dtype)) / steps).to(dtype).to(lo.dtype)
     bias = torch.where(near.to(lo.dtype) - lo > step / 2, _below(near), near)
-    scale = ((hi - bias.to(lo.dtype)) / max_code).to(dtype)
+    scale = ((hi - bias.to(lo.dtype)) / steps).to(dtype)
     short = scale.to(lo.dtype) * (max_code + 0.5) < hi - bias.to(lo.dtype)
     scale = torch.where(short, _above(scale), scale)
     constant = lo == hi

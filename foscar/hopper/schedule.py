@@ -2,8 +2,8 @@
 
 An *item* is one (request, KV head); it has ``max(1, ceil(length / TILE_TOKENS))`` tiles, so that an empty request is
 visited too.  All tiles, request-major, head-minor, form one line of ``total`` tiles, cut into ``workers`` equal
-ranges: worker ``i`` takes ``[total * i // workers, total * (i + 1) // workers)``.  A worker is one math warpgroup and
-its load warp; both walk the same range, so they need no messages about it.
+ranges: worker ``i`` takes ``[total * i // workers, total * (i + 1) // workers)`` (:func:`bound`).  A worker is one math
+warpgroup and its load warp; both walk the same range, so they need no messages about it.
 
 ``plan.py`` states the same arithmetic on the host for workspace sizes and tests.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32
 
 from ..common import device
 from .config import TILE_TOKENS
@@ -79,6 +79,23 @@ def _find_request(lengths: cute.Tensor, batch: Int32, lane: Int32, line: Int32):
     return request, device.butterfly(cutlass.max, before, (1, 2, 4, 8, 16))
 
 
+def bound(total, workers, i) -> Int32:
+    """``total * i // workers`` without a 64-bit division (a product of two numbers of workers fits in 31 bits)."""
+    each = total // workers
+    return each * i + (total - each * workers) * i // workers
+
+
+@cute.jit
+def worker_of(work: Work, tile: Int32) -> Int32:
+    """The worker that takes tile ``tile`` of the line: an estimate, then steps to the exact one."""
+    guess = Int32(Float32(tile) * Float32(work.workers) / Float32(work.total))
+    while bound(work.total, work.workers, guess) > tile:
+        guess = guess - 1
+    while bound(work.total, work.workers, guess + 1) <= tile:
+        guess = guess + 1
+    return guess
+
+
 @cute.jit
 def start(args, local: Int32, per_cta: cutlass.Constexpr, lane: Int32) -> Work:
     """The work of worker ``local`` (0 .. per_cta - 1) of this CTA."""
@@ -91,9 +108,8 @@ def start(args, local: Int32, per_cta: cutlass.Constexpr, lane: Int32) -> Work:
     worker = cta * per_cta + local
     if total < ctas * per_cta:
         worker = local * ctas + cta
-    begin = Int32(Int64(total) * Int64(worker) // Int64(workers))
-    end = Int32(Int64(total) * (Int64(worker) + 1) // Int64(workers))
-    left = end - begin
+    begin = bound(total, workers, worker)
+    left = bound(total, workers, worker + 1) - begin
     if worker >= workers:
         left = Int32(0)
         begin = Int32(0)

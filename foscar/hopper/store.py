@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 
 from ..common import device
-from . import pv
+from . import pv, schedule
 from .schedule import Work
 
 
@@ -90,8 +90,7 @@ def _note_split(args, work: Work, tiles: Int32, n: Int32) -> None:
     """For the combine, by the worker that holds an item's first tile: the workers that finish it together."""
     item = work.request * args.kv_heads + work.head
     if n != tiles:
-        last = Int32((Int64(work.position + tiles) * Int64(work.workers) - 1) // Int64(work.total))
-        workers = last - work.worker + 1
+        workers = schedule.worker_of(work, work.position + tiles - 1) - work.worker + 1
         if args.by_item != 0:
             write_split(args, item, work.worker, workers)
         else:

@@ -46,7 +46,8 @@ def assert_contract(out, lse, case: Case, *, sm_scale: float | None = None, lse_
     """Request by request: the error is at most the BF16 route's.
 
     Out is compared after the rounding to its type, which both routes go through: allowed is the BF16 route's float32
-    error plus the error of rounding the truth.  The LSE may also be off by ``LSE_UNIT`` of the largest logit.
+    error plus the error of rounding the truth, plus half a unit of float32, for single tokens whose values bfloat16
+    happens to hold exactly.  The LSE may also be off by ``LSE_UNIT`` of the largest logit.
     """
     want, want_lse = attention_reference(case.q, *case.tables, sm_scale)
     usual, usual_lse = attention_bf16(case.q, *case.tables, sm_scale)
@@ -58,7 +59,7 @@ def assert_contract(out, lse, case: Case, *, sm_scale: float | None = None, lse_
             assert bool((out[b] == 0).all()) and bool((lse[b] == -math.inf).all()), f"empty request {b}"
             continue
         got, rounded = relative_error(out[b], want[b]), relative_error(want[b].to(out.dtype), want[b])
-        allowed = relative_error(usual[b], want[b]) + rounded
+        allowed = relative_error(usual[b], want[b]) + rounded + 2.0**-24
         assert got <= allowed, (f"request {b}, {length} tokens: error {got:.3e}, allowed {allowed:.3e}\n"
                                 + error_report(out[b], want[b], ("head", "channel")))  # fmt: skip
         got, allowed = ((x[b].double() - want_lse[b]).abs().max().item() for x in (lse, usual_lse))
