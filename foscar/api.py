@@ -1,4 +1,4 @@
-"""What users call: decode attention over a packed paged cache.  With checks.py the only place that raises user errors."""
+"""What users call: decode attention over a packed paged cache.  All user errors are raised here or in checks.py."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_compiled_kernels_take_these_parameters():
             assert (param.size, param.type == "f32") == (size[kind], kind == "f32")
             assert param.offset % param.size == 0
         assert artifact.threads == part.threads
-        assert not artifact.costly_remarks and not artifact.spill_bytes, name
+        assert not artifact.costly_remarks, name
         if part is c:
             used = c.warpgroups * (c.stages * c.stage_bytes + c.workspace_bytes)
             assert used <= artifact.smem + artifact.static_smem <= min(used + STATIC_BYTES, SHARED_BYTES)

@@ -22,6 +22,10 @@ One tile i, in the order of the data (the scores of tile i + 1 are computed unde
            V words -> u8 A registers, release slot i | barrier | P V .. | wait | promote
 
 While one warpgroup waits, the other two issue; that is why W = 3.
+
+Tried and slower (INT2, 64 x 32K or 16 x 16K, page 64): four math warpgroups of 112 registers (8 heads: 375 us against
+351); P V of tile i under the folding of tile i + 1 as well (8 heads: 57 us against 53, 4 heads: equal); the last bit
+position of V unmasked and corrected in the store (moves take the masks' place).
 """
 
 from __future__ import annotations

