@@ -98,7 +98,7 @@ def errors(out: torch.Tensor, step: Step, requests: list[int]) -> tuple[float, f
 
 def microseconds(step: Step, calls: int = 20, replays: int = 20) -> float:
     """Median time of a decode in a CUDA graph of ``calls``; the cache is larger than L2."""
-    wrapper = foscar.BatchDecodeWithPagedKVCacheWrapper(max_batch=len(step.q))
+    wrapper = foscar.BatchDecodeWithPagedKVCacheWrapper()
     plan(wrapper, step.cache.format, step.block_table, step.seq_lens)
     out = torch.empty_like(step.q)
     wrapper.run(step.q, step.cache, out=out)

@@ -176,14 +176,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
     Args:
         device: where caches will be; None: the tables' device.
-        max_batch: the largest batch that ``plan`` takes; None: any.
     """
 
-    def __init__(self, device: torch.device | str | None = None, max_batch: int | None = None):
+    def __init__(self, device: torch.device | str | None = None):
         self.device = None if device is None else torch.device(device)
         if self.device is not None and self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())  # as a tensor names it
-        self.max_batch = max_batch
         self._tables: Tables | None = None
         self._buffers: dict[tuple, Buffers] = {}
 
@@ -241,10 +239,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
         device = self.device or (block_table if given[0] is dense else indices).device
         tables = self._dense(*dense, device) if given[0] is dense else self._compressed(*compressed, page_size, device)
         batch = tables.lengths.shape[0]
-        require(
-            self.max_batch is None or batch <= self.max_batch,
-            f"a batch of {batch} is larger than max_batch = {self.max_batch}",
-        )
         if device.type == "cuda" and backend != "torch":
             probe = PagedKVCache(0, page_size, num_kv_heads, head_dim, layout.format, device)
             self._workspace(_kernels(probe, num_qo_heads, q_data_type, tile), num_qo_heads // num_kv_heads)

@@ -235,7 +235,7 @@ def test_no_call_waits_for_the_device():
     indptr, indices = tables.indptr.cuda(), tables.pages.cuda()
     last = int32([300 - 4 * 64, 77 - 64, 0], "cuda")
     want = decode(case)
-    wrapper = foscar.BatchDecodeWithPagedKVCacheWrapper("cuda", max_batch=3)
+    wrapper = foscar.BatchDecodeWithPagedKVCacheWrapper("cuda")
     sizes = (8, 2, 128, 64)
     wrapper.plan(indptr, indices, last, *sizes, format=INT2.format)
     torch.cuda.synchronize()
@@ -277,7 +277,7 @@ def test_a_graph_follows_lengths_and_batch(config, through):
     full = case.seq_lens.clone()
     case.seq_lens.fill_(1)
     if through == "wrapper":
-        wrapper = plan(case, foscar.BatchDecodeWithPagedKVCacheWrapper(max_batch=4))
+        wrapper = plan(case, foscar.BatchDecodeWithPagedKVCacheWrapper())
         graph, result = capture(lambda: wrapper.run(case.q, case.cache, return_lse=True))
     else:
         graph, result = capture(lambda: decode(case))
@@ -295,7 +295,7 @@ def test_a_graph_follows_a_later_plan_of_compressed_tables():
     host = on_gpu_tables_to_host(case)
     full = checks.compressed(host)
     indptr, indices = torch.zeros(5, dtype=torch.int32, device="cuda"), torch.zeros_like(full.pages, device="cuda")
-    wrapper = foscar.BatchDecodeWithPagedKVCacheWrapper("cuda", max_batch=4)
+    wrapper = foscar.BatchDecodeWithPagedKVCacheWrapper("cuda")
 
     def replan(lengths: list[int]) -> None:
         """New contents in the same tensors, then plan."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from ..common.formats import FormatError, KVFormat, RecordLayout
@@ -36,6 +36,12 @@ class TileConfig:
     load_registers: int = 32  # 24 spill
 
     MAX_STAGES = 6
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if type(value) is not int and not (value is None and f.default is None):
+                raise ConfigError(f"{f.name} must be a whole number, not {value!r}")
 
 
 @dataclass(frozen=True)
