@@ -1,10 +1,10 @@
-"""Q of one item: rounded to integers of 15 bits in two s8 terms, stored as the B operand of Q K^T.
+"""Q of one item: rounded to integers of 16 bits in two s8 terms, stored as the B operand of Q K^T.
 
-With a power of two ``r`` per head (the largest element lands in [2^13, 2^14)) and the codes' position factor ``f``
-(qk.unpack leaves a code multiplied by 1 or 4), ``round(Q r / f) = 256 hi + lo`` with ``hi`` and ``lo`` in -128 .. 127.
-The elements of a bfloat16 query down to 1/16 of the largest are thereby exact; the others are off by at most 2 parts
-in 2^14 of it.  What the softmax needs is left in shared memory, two float32 per head, in the units of the raw product
-``s = sum (256 hi + lo) f code``:
+With a power of two ``r`` per head (the largest element lands in (LARGEST / 2, LARGEST]) and the codes' position factor
+``f`` (qk.unpack leaves a code multiplied by 1 or 4), ``round(Q r / f) = 256 hi + lo`` with ``hi`` and ``lo`` in
+-128 .. 127.  The elements of a bfloat16 query down to 1/32 of the largest are thereby exact; the others are off by at
+most 2 parts in 2^14 of it.  What the softmax needs is left in shared memory, two float32 per head, in the units of the
+raw product ``s = sum (256 hi + lo) f code``:
 
 - ``factor`` turns a folded ``s`` into a logit in base 2: ``sm_scale log2(e) / r``;
 - ``q_sum``, the sum of the rounded Q in the units of ``s``, is what a bias of K multiplies (fold.k_token_score).
@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32
 from ..common import device
 from . import smem
 
-TOP_EXPONENT = 13  # of the largest scaled element
+LARGEST = 32639  # 127 * 256 + 127
 MAGIC = 12582912.0  # 1.5 * 2^23: adding it leaves a float's rounded integer, two's complement, in the low bits
 
 
@@ -40,10 +40,12 @@ def _read(args, request: Int32, head: Int32, index: Int32, lane: Int32, cfg: cut
 
 
 def _power_of_two(top) -> tuple[Float32, Float32]:
-    """``r = 2^(TOP_EXPONENT - floor(log2 top))`` and ``1 / r``, by the exponent bits, kept in a safe range."""
-    exponent = cutlass.min(cutlass.max(Int32(top.bitcast(Uint32) >> 23), Int32(27)), Int32(227))
-    up = (Uint32(2 * 127 + TOP_EXPONENT) - Uint32(exponent)) << 23
-    down = (Uint32(exponent) - Uint32(TOP_EXPONENT)) << 23
+    """The largest power of two ``r`` with ``r top <= LARGEST``, and ``1 / r``; kept in a safe range."""
+    # r top <= LARGEST where r (top 2^15 / LARGEST) <= 2^15: the exponent of that product, a hair larger, decides.
+    bits = (top * Float32(32768.0 / LARGEST * (1 + 2.0**-22))).bitcast(Uint32)
+    exponent = cutlass.min(cutlass.max(Int32(bits >> 23), Int32(27)), Int32(227))
+    up = (Uint32(2 * 127 + 14) - Uint32(exponent)) << 23
+    down = (Uint32(exponent) - Uint32(14)) << 23
     return up.bitcast(Float32), down.bitcast(Float32)
 
 

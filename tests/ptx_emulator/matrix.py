@@ -4,8 +4,10 @@ Layouts are the canonical ones of the PTX ISA (9.7.15.5.1 wgmma, 9.7.16.5 tcgen0
 "Strides"): core matrices of 8 rows of 16 bytes, without swizzle, or rows of 32, 64 or 128 bytes whose 16-byte chunks
 are XORed with address bits 7 and up.
 
-Arithmetic as measured on Hopper: the exact products and the accumulator are aligned to the largest of them, cut off
-(towards zero) below a window of 14 bits for 8-bit floats and 25 bits for f16 and bf16, and added; integers are exact.
+Arithmetic as measured on an H200, where it agreed in every bit: with E the largest exponent among the products (the sum
+of the operands' exponents, subnormals at the lowest normal one) and the accumulator, every addend is cut off towards
+zero below 2^(E - 13) for 8-bit floats and 2^(E - 25) for f16 and bf16; the exact sum is cut off towards zero to 14
+significant bits and to float32, respectively (:class:`Adder`).  Integers are exact.
 """
 
 from __future__ import annotations
@@ -31,7 +33,33 @@ ELEMENT_BYTES = {
     "e2m3": 1,
     "e3m2": 1,
 }
-WINDOW = {"e4m3": 14, "e5m2": 14, "e2m1": 14, "e2m3": 14, "e3m2": 14, "f16": 25, "bf16": 25, "tf32": 25}
+# The exponent of the lowest normal number, which subnormals share.
+LOWEST_EXPONENT = {
+    "f16": -14,
+    "bf16": -126,
+    "tf32": -126,
+    "e4m3": -6,
+    "e5m2": -14,
+    "e2m1": 0,
+    "e2m3": 0,
+    "e3m2": -2,
+}
+
+
+@dataclass(frozen=True)
+class Adder:
+    """How a matrix unit adds: bits kept below the largest exponent, significant bits of the result."""
+
+    below: int
+    significant: int
+
+
+WIDE = Adder(25, 24)
+NARROW = Adder(13, 14)
+
+
+def hopper_adder(kind: str) -> Adder:
+    return NARROW if ELEMENT_BYTES[kind] == 1 else WIDE
 
 
 @dataclass(frozen=True)
@@ -118,25 +146,31 @@ def multiply_integer(a, b, c, saturate: bool) -> np.ndarray:
     return total.astype(np.uint64).astype(np.uint32).view(np.int32)
 
 
-def multiply_float(a, b, c, window: int) -> np.ndarray:
+def _exponents(x: np.ndarray, lowest: int) -> np.ndarray:
+    """floor(log2 |x|), at least `lowest`; far below everything for a zero."""
+    return np.where(x == 0, -(1 << 20), np.maximum(np.frexp(x)[1] - 1, lowest))
+
+
+def multiply_float(a, b, c, kinds: tuple[str, str], adder: Adder) -> np.ndarray:
     """a [M, K] times b [N, K] transposed plus c (float64 values), as the tensor cores add: float32 result."""
     products = a[:, None, :] * b[None, :, :]
     if not np.isfinite(products).all() or (c is not None and not np.isfinite(c).all()):
         total = products.sum(-1) + (0 if c is None else c)
         return total.astype(np.float32)
-    largest = np.maximum(products.max(-1), -products.min(-1))
+    exponents = _exponents(a, LOWEST_EXPONENT[kinds[0]])[:, None] + _exponents(b, LOWEST_EXPONENT[kinds[1]])[None]
+    largest = exponents.max(-1)
     if c is not None:
-        largest = np.maximum(largest, np.abs(c))
-    exponent = np.frexp(largest)[1]  # largest < 2^exponent
-    up = np.ldexp(1.0, window - exponent)
+        largest = np.maximum(largest, _exponents(c, -126))
+    up = np.ldexp(1.0, np.clip(adder.below - largest, -1000, 1000))
     products *= up[..., None]
     total = np.trunc(products, out=products).sum(-1)
     if c is not None:
         total += np.trunc(c * up)
-    return _to_f32_truncated(total * np.ldexp(1.0, exponent - window))
+    return _truncated(total / up, adder.significant)
 
 
-def _to_f32_truncated(x: np.ndarray) -> np.ndarray:
-    y = x.astype(np.float32)
-    too_far = np.abs(y.astype(np.float64)) > np.abs(x)
-    return np.where(too_far, np.nextafter(y, np.float32(0)), y)
+def _truncated(x: np.ndarray, significant: int) -> np.ndarray:
+    """float32 towards zero, with that many significant bits (fewer where it is subnormal)."""
+    fraction, exponent = np.frexp(x)
+    kept = np.minimum(significant, np.maximum(exponent + 149, 0))
+    return np.ldexp(np.trunc(np.ldexp(fraction, kept)), exponent - kept).astype(np.float32)

@@ -65,7 +65,9 @@ def _mma(b: Builder, m: Mods):
         if integer:
             out = mx.multiply_integer(matrix_a, matrix_b, acc, saturate)
         else:
-            out = mx.multiply_float(matrix_a, matrix_b, acc.astype(np.float64), mx.WINDOW[kind_a])
+            out = mx.multiply_float(
+                matrix_a, matrix_b, acc.astype(np.float64), (kind_a, kind_b), mx.hopper_adder(kind_a)
+            )
         for i, s in enumerate(d):
             R[s][...] = out[row + 8 * (i // 2), column + i % 2]
         w.launch.counters.matrix("mma", 16 * 8 * k_bytes // size)

@@ -10,23 +10,45 @@ from ptx_emulator.lowfloat import E4M3, encode_e4m3
 
 def dot(products, c, kind):
     """Products given as rows of A against ones."""
-    a = np.array([products], np.float64)
-    return float(matrix.multiply_float(a, np.ones_like(a), np.array([[c]], np.float64), matrix.WINDOW[kind])[0, 0])
+    return times(products, [1.0] * len(products), c, kind)
 
 
-@pytest.mark.parametrize("kind,kept", [("e4m3", 13), ("f16", 24), ("bf16", 24)])
+def times(a, b, c, kind):
+    a, b, c = (np.array([x], np.float64) for x in (a, b, [c]))
+    return float(matrix.multiply_float(a, b, c, (kind, kind), matrix.hopper_adder(kind))[0, 0])
+
+
+@pytest.mark.parametrize("kind,kept", [("e4m3", 13), ("f16", 25), ("bf16", 25)])
 def test_window(kind, kept):
-    """Addends keep `kept` bits below the largest, accumulator included; what is below is cut off, not rounded."""
+    """Addends keep `kept` bits below the largest exponent, accumulator included; what is below is cut off."""
     unit = 2.0**-kept
-    assert dot([1.0, unit], 0, kind) == (1 + unit if kept < 24 else 1.0)  # float32 itself holds 23
-    assert dot([1.0, unit / 2], 0, kind) == 1
-    assert dot([1.0, -unit], 0, kind) == 1 - unit
-    assert dot([1.0, -unit / 2], 0, kind) == 1
+    assert dot([1.0, -1.0, unit], 0, kind) == unit
+    assert dot([1.0, -1.0, unit / 2], 0, kind) == 0
+    assert dot([1.0, -1.0, unit * 1.5], 0, kind) == unit  # not rounded
+    assert dot([1.0, -1.0, -unit * 1.5], 0, kind) == -unit
     assert dot([unit / 2] * 4, 1.0, kind) == 1  # each is cut off before the sum
-    assert dot([unit * 1.5] * 4, 1.0, kind) == 1 + 4 * unit
-    assert dot([0.0], 2.0**-149, kind) == 2.0**-149  # subnormals are kept
-    assert dot([1.0, -1.0], 2.0**-kept, kind) == 2.0**-kept
+    if kept == 25:
+        assert dot([0.0], 2.0**-149, kind) == 2.0**-149  # float32 subnormals are kept
+    assert dot([1.0, -1.0], unit, kind) == unit
+    assert dot([unit], 1.0, kind) == (1 + unit if kept < 24 else 1.0)  # float32 itself holds 23
     assert np.isnan(dot([np.nan], 0, kind)) and dot([np.inf], 0, kind) == np.inf
+
+
+@pytest.mark.parametrize("kind,kept", [("e4m3", 13), ("f16", 25)])
+def test_exponents_of_products_are_sums_of_exponents(kind, kept):
+    """1.5 x 1.5 = 2.25 counts as 2^0: what lies `kept` bits below that is not lost."""
+    unit = 2.0**-kept
+    assert times([1.5, 1.5, unit], [1.5, -1.5, 1.0], 0, kind) == unit
+    assert times([1.5, unit], [1.5, 1.0], -2.25, kind) == 0  # but the accumulator 2.25 is 2^1
+
+
+def test_results_of_8_bit_products_keep_14_bits():
+    unit = 2.0**-13
+    assert dot([1.0, unit], 0, "e4m3") == 1 + unit
+    assert dot([1.0, 1.0, unit], 0, "e4m3") == 2
+    assert dot([1.0, 1.0, 2 * unit], 0, "e4m3") == 2 + 2 * unit
+    assert dot([-1.0, -1.0, -unit], 0, "e4m3") == -2
+    assert dot([1.0, 1.0, 2.0**-13], 0, "f16") == 2 + unit
 
 
 def test_the_error_of_accumulating_in_place_is_the_measured_one():
@@ -39,9 +61,8 @@ def test_the_error_of_accumulating_in_place_is_the_measured_one():
         for start in range(0, 4096, every):
             c = None
             for i in range(start, start + every, 32):
-                c = matrix.multiply_float(a[:, i : i + 32], b[:, i : i + 32], c, matrix.WINDOW["e4m3"]).astype(
-                    np.float64
-                )
+                step = a[:, i : i + 32], b[:, i : i + 32]
+                c = matrix.multiply_float(*step, c, ("e4m3", "e4m3"), matrix.NARROW).astype(np.float64)
             total += c.astype(np.float32)
         error = float(((exact - total) / exact).mean())
         assert low < error < high and (every < 4096 or (total < exact).all())

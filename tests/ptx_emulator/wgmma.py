@@ -292,7 +292,8 @@ def _mma_async(b: Builder, m: Mods) -> None:
             result = mx.multiply_integer(matrix_a, matrix_b, c, shape.saturate)
         else:
             c = None if c is None else c.astype(np.float64)
-            result = mx.multiply_float(sign * matrix_a if sign < 0 else matrix_a, matrix_b, c, mx.WINDOW[shape.a])
+            signed = sign * matrix_a if sign < 0 else matrix_a
+            result = mx.multiply_float(signed, matrix_b, c, (shape.a, shape.b), mx.hopper_adder(shape.a))
         write_d(entry.parts, shape.n, shape.d, result)
         cta.launch.counters.matrix("wgmma", 64 * shape.n * shape.k)
 

@@ -42,10 +42,13 @@ class Both:
 
 
 def units(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference in units of the last place of the larger value's binade (at least 2^-10)."""
+    """The largest difference in units of the last place of the larger value's binade, at least 2^-6.
+
+    Smaller outputs are differences of terms of order 1, of which float32 roundings remain.
+    """
     bits = {torch.bfloat16: 8, torch.float16: 11}[a.dtype]
     a, b = a.double(), b.double()
-    size = torch.maximum(a.abs(), b.abs()).clamp(min=2.0**-10)
+    size = torch.maximum(a.abs(), b.abs()).clamp(min=2.0**-6)
     return ((a - b).abs() / torch.exp2(torch.floor(torch.log2(size)) - bits + 1)).max().item()
 
 
