@@ -10,7 +10,7 @@ from support.compare import assert_equal
 from support.inputs import random_values
 
 from foscar.common.formats import TensorFormat
-from foscar.common.quantize import Quantized, dequantize, quantize
+from foscar.common.quantize import CONSTANT_SCALE, Quantized, dequantize, quantize
 
 PARAMS = (torch.float16, torch.bfloat16)
 GROUPS = (("token", None), ("token", 32), ("channel", 16))
@@ -89,14 +89,14 @@ def test_values_on_a_grid_are_exact(seed, f, params, exponent):
 @pytest.mark.parametrize("value", [0.0, -0.0, 100.0, -1.5, 2.0**-20, 57344.0])
 def test_constant_groups_are_exact(f, params, value):
     q = quantize(torch.full((20, 2, 64), value), f, params=params)
-    assert bool((q.codes == 0).all()) and bool((q.scale == 1).all())
+    assert bool((q.codes == 0).all()) and bool((q.scale == CONSTANT_SCALE).all())
     assert_equal(dequantize(q, f), torch.full((20, 2, 64), value))
 
 
 @pytest.mark.parametrize("f", FORMATS, ids=str)
 def test_constant_groups_that_the_parameters_cannot_hold_are_rounded(f):
     q = quantize(torch.full((20, 2, 64), 60010.0), f)
-    assert bool((q.codes == 0).all()) and bool((q.scale == 1).all()) and bool((q.bias == 60000).all())
+    assert bool((q.codes == 0).all()) and bool((q.scale == CONSTANT_SCALE).all()) and bool((q.bias == 60000).all())
 
 
 def test_one_constant_row_among_others():

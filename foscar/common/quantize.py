@@ -10,8 +10,9 @@ type::
 Rounding could break it where a group's range is small beside its values or beside the smallest subnormal: there the
 bias is rounded down instead of to nearest, and the scale up.
 
-A group of equal values is (scale 1, bias = the value, codes 0): exact where the parameter type holds the value,
-rounded to it elsewhere.
+A group of equal values is (scale CONSTANT_SCALE, bias = the value, codes 0): exact where the parameter type holds the
+value, rounded to it elsewhere.  The scale multiplies nothing, but it must be small: the kernel rounds P times V's scale
+to 16 bits relative to the largest in a tile, which a constant row of much mass and scale 1 would be.
 A group with NaN or inf, or whose parameters overflow their type, is an error, or, unchecked, gets bias NaN, so that
 it and nothing else decodes to NaN.
 """
@@ -24,6 +25,7 @@ import torch
 
 from foscar.common.formats import TensorFormat
 
+CONSTANT_SCALE = 2.0**-24  # the smallest that float16 holds
 _CHUNK_ELEMENTS = 1 << 24  # bounds the float temporaries, not the result
 
 
@@ -87,8 +89,8 @@ def quantize(
     Args:
         group: channels (axis "token") or tokens (axis "channel") per pair; None takes the format's.
         params: type of scale and bias.
-        check: raise for groups that cannot be represented.  False: such a group gets bias NaN, codes 0 and scale 1,
-            and the host never waits for the device.
+        check: raise for groups that cannot be represented.  False: such a group gets bias NaN, codes 0 and scale
+            CONSTANT_SCALE, and the host never waits for the device.
         name: what the error message calls ``x``.
 
     Raises:
@@ -174,7 +176,7 @@ def fit_parameters(
     short, the scale above.
 
     Returns:
-        scale, bias, bad (bool; there scale is 1 and bias NaN), each of lo's shape.
+        scale, bias, bad (bool; there scale is CONSTANT_SCALE and bias NaN), each of lo's shape.
     """
     near = lo.to(dtype)
     steps = lo.new_full((), max_code)  # a tensor: by a number, CUDA would multiply with its rounded reciprocal
@@ -186,7 +188,7 @@ def fit_parameters(
     constant = lo == hi
     bias = torch.where(constant, near, bias)
     bad = ~torch.isfinite(near) | ~(torch.isfinite(scale) | constant)
-    scale = scale.masked_fill(constant | bad, 1.0)
+    scale = scale.masked_fill(constant | bad, CONSTANT_SCALE)
     return scale, bias.masked_fill(bad, float("nan")), bad
 
 

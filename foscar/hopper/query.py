@@ -40,10 +40,10 @@ def _read(args, request: Int32, head: Int32, index: Int32, lane: Int32, cfg: cut
 
 
 def _power_of_two(top) -> tuple[Float32, Float32]:
-    """The largest power of two ``r`` with ``r top <= LARGEST``, and ``1 / r``; kept in a safe range."""
+    """The largest power of two ``r`` with ``r top <= LARGEST``, and ``1 / r``; at most 2^126."""
     # r top <= LARGEST where r (top 2^15 / LARGEST) <= 2^15: the exponent of that product, a hair larger, decides.
     bits = (top * Float32(32768.0 / LARGEST * (1 + 2.0**-22))).bitcast(Uint32)
-    exponent = cutlass.min(cutlass.max(Int32(bits >> 23), Int32(27)), Int32(227))
+    exponent = cutlass.max(Int32(bits >> 23), Int32(15))
     up = (Uint32(2 * 127 + 14) - Uint32(exponent)) << 23
     down = (Uint32(exponent) - Uint32(14)) << 23
     return up.bitcast(Float32), down.bitcast(Float32)

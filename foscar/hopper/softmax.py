@@ -27,7 +27,8 @@ from .config import DecodeConfig
 from .pv import PROB_TOP
 
 MAGIC = 8388608.0  # 2^23: adding it leaves a float's integer part in the low mantissa bits
-SMALLEST_SCALE = 2.0**-64  # stands in for a V scale of 0, so that its logarithm and reciprocal are finite
+# Stands in for a V scale of 0, so that its logarithm and reciprocal, and bias / scale, are finite.
+SMALLEST_SCALE = {"float16": 2.0**-64, "bfloat16": 2.0**-100}
 LOWEST = -1e30  # the running maximum before the first token
 TOKENS = 4  # of one thread in a tile
 
@@ -84,7 +85,7 @@ def prepare_params(k_pair: Int32, v_pair: Int32, room: Int32, valid: Int32, cfg:
     v_word = Uint32(cutlass.select_(valid != 0, device.load_shared(v_pair, 1)[0], Uint32(0)))
     k_scale, k_bias = device.unpack_halves(k_word, cfg.format.params)
     v_scale, v_bias = device.unpack_halves(v_word, cfg.format.params)
-    v_scale = device.max_nan(v_scale, Float32(SMALLEST_SCALE))
+    v_scale = device.max_nan(v_scale, Float32(SMALLEST_SCALE[cfg.format.params]))
     v_log = Float32(cutlass.select_(valid != 0, device.log2(v_scale), Float32(float("-inf"))))
     v_reciprocal = device.reciprocal(v_scale)
     for i, value in enumerate((k_scale, k_bias, v_log, v_reciprocal, v_bias * v_reciprocal)):

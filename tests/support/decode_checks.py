@@ -302,6 +302,16 @@ def magnitudes(runner, config: DecodeConfig, length: int = 150) -> None:
     case = case_for(config, [length], k=zeros, v=zeros, seed=94)
     out, _ = check(runner, config, case)
     assert bool((out == 0).all())
+    k, v = random_values(shape, 95) * 0.05, random_values(shape, 96) * 1e-5
+    v[::10] = 0.0
+    check(runner, config, case_for(config, [length], k=k, v=v, seed=97))
+    v = random_values(shape, 98)
+    v[0] = 0.0  # a constant row that holds 0.999 of the mass of the first head of each KV head
+    q = random_values((1, heads, config.head_dim), 99).to(Q_TYPES[config.q_dtype])
+    first, scale = q[0, :: config.heads].float(), math.sqrt(config.head_dim)
+    rest = (torch.einsum("hd,nhd->hn", first, k[1:]) / scale).logsumexp(1)
+    k[0] = first * ((math.log(999) + rest) * scale / first.square().sum(1))[:, None]
+    check(runner, config, case_for(config, [length], k=k, v=v, q=q, seed=100))
 
 
 def nan_stays(runner, config: DecodeConfig, where: str) -> None:
