@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import itertools
 import json
 import re
 import statistics
@@ -28,6 +29,7 @@ import torch
 import foscar
 from foscar.common.launch import device_arch
 from foscar.common.reference import relative_error
+from foscar.hopper.config import DecodeConfig
 
 BASELINES = ("flashinfer-bf16", "sdpa-cudnn-bf16", "sdpa-flash-bf16")
 PEERS: dict[str, Callable[[bs.Problem], bs.Bench]] = {
@@ -61,16 +63,30 @@ def parse_tile(settings: list[str]) -> foscar.TileConfig:
             raise SystemExit(f"--set {text}: the tile config has {', '.join(names)}")
         try:
             changes[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, TypeError, SyntaxError):
             changes[name] = value
-    return dataclasses.replace(foscar.TileConfig(), **changes)
+    try:
+        return dataclasses.replace(foscar.TileConfig(), **changes)
+    except foscar.ConfigError as e:
+        raise SystemExit(f"--set: {e}") from None
+
+
+def check_tile(tile: foscar.TileConfig, formats: dict[str, foscar.KVFormat], args: argparse.Namespace) -> None:
+    """End in one line where the tile config does not fit the SM."""
+    for fmt, (q_heads, kv_heads) in itertools.product(formats.values(), args.heads):
+        try:
+            DecodeConfig(fmt, args.head_dim, args.page, -(-q_heads // kv_heads // 4) * 4, tile=tile)
+        except foscar.ConfigError as e:
+            raise SystemExit(f"--set: {e}") from None
+        except foscar.FormatError:
+            pass  # there is no kernel for this shape; its row will say so
 
 
 def pairs(separator: str) -> Callable[[str], list[tuple[int, int]]]:
     """A parser of "16x16384,1x131072" and the like."""
 
     def parse(text: str) -> list[tuple[int, int]]:
-        found = [re.fullmatch(rf"(\d+){separator}(\d+)", part) for part in text.split(",")]
+        found = [re.fullmatch(rf"([1-9]\d*){separator}([1-9]\d*)", part) for part in text.split(",")]
         if not all(found):
             raise argparse.ArgumentTypeError(f"expected a list such as 16{separator}8, not {text!r}")
         return [(int(m[1]), int(m[2])) for m in found]
@@ -223,6 +239,7 @@ def main() -> int:
     except argparse.ArgumentTypeError as e:
         raise SystemExit(f"--formats: {e}") from None
     tile = parse_tile(args.set)
+    check_tile(tile, formats, args)
     try:
         arch = device_arch()
     except foscar.UnsupportedDeviceError as e:

@@ -7,6 +7,7 @@ Runs the Hopper kernel where it can, the CPU backend elsewhere, and says which a
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ def microseconds(step: Step, calls: int = 20, replays: int = 20) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     device = choose_device()
     lengths = GPU_LENGTHS if device.type == "cuda" else CPU_LENGTHS
     shown = f"{len(lengths)} x {lengths[0]}" if len(set(lengths)) == 1 else ", ".join(map(str, lengths))

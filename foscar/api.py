@@ -7,22 +7,25 @@ import math
 
 import torch
 
+from .blackwell import config as blackwell
+from .blackwell.decode import decoder as blackwell_decoder
 from .checks import (
     BACKENDS,
-    LSE_BASES,
     Q_DTYPES,
     check_int32,
+    check_lse_base,
     check_pages,
     check_query,
     check_result,
     check_scale,
     check_tensors,
+    check_tile,
     check_types,
     require,
 )
 from .common.cache import PagedKVCache
 from .common.errors import UnsupportedDeviceError
-from .common.formats import KVFormat
+from .common.formats import KVFormat, check_format, check_whole
 from .common.launch import device_arch
 from .common.reference import decode_folded
 from .hopper.config import ARCH, MAX_HEADS, DecodeConfig, TileConfig
@@ -50,6 +53,7 @@ def _dense(tables: Tables) -> Tables:
 
 
 _config = functools.cache(DecodeConfig)  # checking one costs as much as all of a call's other checks
+_blackwell_config = functools.cache(blackwell.DecodeConfig)
 
 
 def _kernels(cache: PagedKVCache, heads: int, dtype: torch.dtype, tile: TileConfig | None) -> HopperDecode:
@@ -57,12 +61,14 @@ def _kernels(cache: PagedKVCache, heads: int, dtype: torch.dtype, tile: TileConf
     group = heads // cache.num_kv_heads
     require(group <= MAX_HEADS, f"the Hopper kernel takes 1 to {MAX_HEADS} query heads per KV head, not {group}")
     arch = device_arch(cache.device)
+    shape = (cache.format, cache.head_dim, cache.page_size, -(-group // 4) * 4, Q_DTYPES[dtype])
+    if arch in blackwell.ARCHS:
+        return blackwell_decoder(_blackwell_config(*shape, tile or blackwell.TileConfig()), cache.device.index)
     if arch != ARCH:
-        raise UnsupportedDeviceError(f"there is a kernel for {ARCH} (Hopper: H100, H200) only, not for {arch}; "
+        raise UnsupportedDeviceError(f"there are kernels for {ARCH} (Hopper: H100, H200) and "
+                                     f"{', '.join(blackwell.ARCHS)} (Blackwell: B200, B300) only, not for {arch}; "
                                      f"backend='torch' runs anywhere")  # fmt: skip
-    config = _config(cache.format, cache.head_dim, cache.page_size, -(-group // 4) * 4, Q_DTYPES[dtype],
-                     tile or TileConfig())  # fmt: skip
-    return decoder(config, cache.device.index)
+    return decoder(_config(*shape, tile or TileConfig()), cache.device.index)
 
 
 def _backend(name: str, cache: PagedKVCache) -> str:
@@ -147,13 +153,14 @@ def decode_attention(
         FormatError: a format, head_dim or page size that the kernel does not take.
         UnsupportedDeviceError: a GPU that there is no kernel for.
     """
-    check_types(cache, q=q, block_table=block_table, seq_lens=seq_lens, out=out)
+    check_types(cache, q=q, block_table=block_table, seq_lens=seq_lens)
     check_int32("seq_lens", seq_lens, 1, cache.device)
     check_int32("block_table", block_table, 2, cache.device)
     batch = seq_lens.shape[0]
     require(block_table.shape[0] == batch, f"block_table has {block_table.shape[0]} rows for {batch} requests")
     check_query(q, cache, batch)
-    require(lse_base in LSE_BASES, f"lse_base must be 2 or 'e', not {lse_base!r}")
+    check_lse_base(lse_base)
+    check_tile(tile)
     tables = Tables(block_table if block_table.stride(1) == 1 else block_table.contiguous(), seq_lens.contiguous())
     if check:
         check_pages(cache, tables)
@@ -170,19 +177,32 @@ def decode_attention(
 class BatchDecodeWithPagedKVCacheWrapper:
     """plan / run, as FlashInfer's wrapper of that name: the tables once per step, then every layer.
 
-    ``plan`` keeps references to the tables that it is given (or what it derives from them, in place), ``run`` launches.
-    Lengths and page lists are read on the device when the kernel runs, so a captured graph of ``run`` follows a later
-    ``plan`` or in-place change of the same tensors.
+    ``plan`` keeps references to the tables that it is given, ``run`` launches, and the kernel reads them on the device
+    when it runs.  A captured graph of ``run`` therefore follows in-place changes of the planned tables:
+
+    * ``block_table`` and ``seq_lens``: as they are.
+    * ``indptr``, ``indices`` and ``last_page_len``: lengths are derived in ``plan``.  After changing ``indptr`` or
+      ``last_page_len`` in place, call ``plan`` again with the same tensors; it writes the lengths where a graph of that
+      batch size reads them.  Plans of other batch sizes and dense plans in between do no harm; other tables of the same
+      batch size need another wrapper.
+
+    The launches of one wrapper share a workspace: a wrapper must not run on two streams at once, nor may its graphs.
 
     Args:
         device: where caches will be; None: the tables' device.
+
+    Raises:
+        UnsupportedDeviceError: "cuda" where torch sees no GPU.
     """
 
     def __init__(self, device: torch.device | str | None = None):
         self.device = None if device is None else torch.device(device)
         if self.device is not None and self.device.type == "cuda" and self.device.index is None:
+            if not torch.cuda.is_available():
+                raise UnsupportedDeviceError(f"device {str(device)!r} needs a GPU, and torch sees none")
             self.device = torch.device("cuda", torch.cuda.current_device())  # as a tensor names it
         self._tables: Tables | None = None
+        self._lengths: dict[tuple[int, torch.device], torch.Tensor] = {}  # derived ones, where graphs read them
         self._buffers: dict[tuple, Buffers] = {}
 
     def plan(
@@ -218,26 +238,32 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
         No host synchronization.  Raises as :func:`decode_attention`.
         """
+        num_qo_heads = check_whole("num_qo_heads", num_qo_heads)
+        num_kv_heads = check_whole("num_kv_heads", num_kv_heads)
+        head_dim, page_size = check_whole("head_dim", head_dim), check_whole("page_size", page_size)
         require(
             num_qo_heads > 0 and num_kv_heads > 0 and num_qo_heads % num_kv_heads == 0,
             f"num_qo_heads ({num_qo_heads}) must be a positive multiple of num_kv_heads ({num_kv_heads})",
         )
         require(q_data_type in Q_DTYPES, f"q must be bfloat16 or float16, not {q_data_type}")
-        require(lse_base in LSE_BASES, f"lse_base must be 2 or 'e', not {lse_base!r}")
+        check_lse_base(lse_base)
+        check_tile(tile)
         require(backend in BACKENDS, f"backend must be one of {BACKENDS}, not {backend!r}")
-        compressed, dense = (indptr, indices, last_page_len), (block_table, seq_lens)
-        given = [tables for tables in (compressed, dense) if any(x is not None for x in tables)]
+        compressed = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+        dense = {"block_table": block_table, "seq_lens": seq_lens}
+        given = [tables for tables in (compressed, dense) if any(x is not None for x in tables.values())]
         require(
-            len(given) == 1 and all(x is not None for x in given[0]),
+            len(given) == 1 and all(x is not None for x in given[0].values()),
             "plan takes either indptr, indices, last_page_len or block_table, seq_lens",
         )
-        check_tensors(
-            indptr=indptr, indices=indices, last_page_len=last_page_len, block_table=block_table, seq_lens=seq_lens
-        )
-        layout = (KVFormat.int2() if format is None else format).layout(head_dim, page_size)
+        check_tensors(**given[0])
+        layout = check_format(format).layout(head_dim, page_size)
         options = (check_scale(sm_scale, head_dim), lse_base, backend, tile)
         device = self.device or (block_table if given[0] is dense else indices).device
-        tables = self._dense(*dense, device) if given[0] is dense else self._compressed(*compressed, page_size, device)
+        if given[0] is dense:
+            tables = self._dense(block_table, seq_lens, device)
+        else:
+            tables = self._compressed(indptr, indices, last_page_len, page_size, device)
         batch = tables.lengths.shape[0]
         if device.type == "cuda" and backend != "torch":
             probe = PagedKVCache(0, page_size, num_kv_heads, head_dim, layout.format, device)
@@ -277,13 +303,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return Tables(indices, lengths.to(torch.int32), indptr)
 
     def _in_place(self, tables: Tables) -> Tables:
-        """Derived lengths in the storage of the last plan's, which a captured graph reads."""
-        old, new = self._tables, tables.lengths
-        if tables.indptr is None or old is None or old.indptr is None:
+        """Derived lengths in the storage of earlier plans of their batch size, which a captured graph reads."""
+        if tables.indptr is None:
             return tables
-        if old.lengths.shape != new.shape or old.lengths.device != new.device:
-            return tables
-        return Tables(tables.pages, old.lengths.copy_(new), tables.indptr)
+        new = tables.lengths
+        lengths = self._lengths.setdefault((len(new), new.device), new)
+        if lengths is not new:
+            lengths.copy_(new)
+        return Tables(tables.pages, lengths, tables.indptr)
 
     def _workspace(self, kernels: HopperDecode, group: int) -> Buffers:
         """The workspace for one kind of launch, made once: a captured graph writes to it."""
@@ -312,7 +339,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             out, or (out, lse) with ``return_lse``; see :func:`decode_attention`.
         """
         require(self._tables is not None, "call plan before run")
-        check_types(cache, q=q, out=out, lse=lse)
+        check_types(cache, q=q)
         layout, kv_heads, heads, dtype = self._expected
         check_query(q, cache, self._batch)
         if cache.layout != layout or cache.num_kv_heads != kv_heads:

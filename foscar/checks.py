@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 
 import torch
 
+from .blackwell.config import TileConfig as BlackwellTileConfig
 from .common.cache import PagedKVCache
+from .hopper.config import TileConfig
 from .hopper.decode import Tables
 
 Q_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 LSE_BASES = (2, "e")
 BACKENDS = ("auto", "cuda", "torch")
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers
 
 
 def require(ok: bool, message: str) -> None:
@@ -20,15 +24,15 @@ def require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_types(cache: PagedKVCache, **tensors: torch.Tensor | None) -> None:
+def check_types(cache: PagedKVCache, **tensors: torch.Tensor) -> None:
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"cache must be a foscar.PagedKVCache, not {type(cache).__name__}")
     check_tensors(**tensors)
 
 
-def check_tensors(**tensors: torch.Tensor | None) -> None:
+def check_tensors(**tensors: torch.Tensor) -> None:
     for name, x in tensors.items():
-        if x is not None and not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
 
 
@@ -54,15 +58,49 @@ def check_int32(name: str, x: torch.Tensor, ndim: int, device: torch.device) -> 
 def check_scale(sm_scale: float | None, head_dim: int) -> float:
     if sm_scale is None:
         return 1.0 / math.sqrt(head_dim)
-    require(math.isfinite(sm_scale) and sm_scale > 0, f"sm_scale must be positive and finite, not {sm_scale}")
-    return float(sm_scale)
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, numbers.Real):
+        raise TypeError(f"sm_scale must be a real number or None, not {type(sm_scale).__name__}")
+    try:
+        scale = float(sm_scale)
+    except OverflowError:
+        scale = math.inf
+    require(math.isfinite(scale) and scale > 0, f"sm_scale must be positive and finite, not {scale}")
+    # the kernel's factor is sm_scale log2(e), a float32
+    fits = FLOAT32_MIN <= scale <= FLOAT32_MAX / math.log2(math.e)
+    require(fits, f"sm_scale must be a normal number of float32, log2(e) times it too, not {scale}")
+    return scale
+
+
+def check_lse_base(lse_base: int | str) -> None:
+    if not isinstance(lse_base, (numbers.Real, str)):
+        raise TypeError(f"lse_base must be 2 or 'e', not a {type(lse_base).__name__}")
+    require(lse_base in LSE_BASES, f"lse_base must be 2 or 'e', not {lse_base!r}")
+
+
+def check_tile(tile: TileConfig | None) -> None:
+    if tile is not None and not isinstance(tile, (TileConfig, BlackwellTileConfig)):
+        raise TypeError(f"tile must be a foscar.TileConfig or None, not {type(tile).__name__}")
+
+
+def overlaps(x: torch.Tensor) -> bool:
+    """Whether elements may share memory: a stride is smaller than what the smaller ones span."""
+    if x.is_contiguous() or x.numel() == 0:
+        return False
+    span = 1
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride < span:
+            return True
+        span += stride * (size - 1)
+    return False
 
 
 def check_result(name: str, x: torch.Tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
+    check_tensors(**{name: x})
     require(
         tuple(x.shape) == shape and x.dtype == dtype and x.device == device,
         f"{name} must be {dtype} {list(shape)} on {device}, not {x.dtype} {list(x.shape)} on {x.device}",
     )
+    require(not overlaps(x), f"{name} has elements that overlap in memory: its strides are {list(x.stride())}")
 
 
 def check_pages(cache: PagedKVCache, tables: Tables) -> None:

@@ -222,6 +222,11 @@ def refuse(error, match, call, *args, **kwargs):
 CALL_ERRORS = {
     "fp32 query": ({"q": torch.zeros(2, 8, 128)}, ValueError, "q must be bfloat16 or float16, not torch.float32"),
     "not a tensor": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, not list"),
+    "no q": ({"q": None}, TypeError, "q must be a torch.Tensor, not NoneType"),
+    "no table": ({"block_table": None}, TypeError, "block_table must be a torch.Tensor, not NoneType"),
+    "no lengths": ({"seq_lens": None}, TypeError, "seq_lens must be a torch.Tensor, not NoneType"),
+    "no cache": ({"cache": None}, TypeError, "cache must be a foscar.PagedKVCache, not NoneType"),
+    "out as a list": ({"out": [1.0]}, TypeError, "out must be a torch.Tensor, not list"),
     "lengths as a list": ({"seq_lens": [5, 9]}, TypeError, "seq_lens must be a torch.Tensor, not list"),
     "int8 cache": ({"cache": torch.zeros(4, 2, 99, dtype=torch.int8)}, TypeError,
                    "cache must be a foscar.PagedKVCache, not Tensor"),
@@ -241,6 +246,15 @@ CALL_ERRORS = {
     "out shape": ({"out": torch.zeros(2, 8, 1).bfloat16()}, ValueError, r"not torch.bfloat16 \[2, 8, 1\] on cpu"),
     "sm_scale 0": ({"sm_scale": 0.0}, ValueError, "sm_scale must be positive and finite, not 0.0"),
     "sm_scale NaN": ({"sm_scale": math.nan}, ValueError, "sm_scale must be positive and finite, not nan"),
+    "sm_scale text": ({"sm_scale": "0.1"}, TypeError, "sm_scale must be a real number or None, not str"),
+    "sm_scale tensor": ({"sm_scale": torch.tensor(0.1)}, TypeError, "sm_scale must be a real number or None, not Tens"),
+    "sm_scale bool": ({"sm_scale": True}, TypeError, "sm_scale must be a real number or None, not bool"),
+    "sm_scale tiny": ({"sm_scale": 1e-40}, ValueError, "sm_scale must be a normal number of float32, .* not 1e-40"),
+    "sm_scale large": ({"sm_scale": 3e38}, ValueError, "sm_scale must be a normal number of float32, .* not 3e.38"),
+    "sm_scale huge": ({"sm_scale": 10**400}, ValueError, "sm_scale must be positive and finite, not inf"),
+    "lse_base tensor": ({"lse_base": torch.tensor(2)}, TypeError, "lse_base must be 2 or 'e', not a Tensor"),
+    "lse_base None": ({"lse_base": None}, TypeError, "lse_base must be 2 or 'e', not a NoneType"),
+    "tile": ({"tile": {"kv_stages": 3}, "backend": "torch"}, TypeError, "tile must be a foscar.TileConfig or None, "),
     "lse_base": ({"lse_base": 10}, ValueError, "lse_base must be 2 or 'e', not 10"),
     "backend": ({"backend": "triton"}, ValueError, "backend must be one of .*'auto', 'cuda', 'torch'.*, not 'triton'"),
     "cuda on the CPU": ({"backend": "cuda"}, ValueError, "backend 'cuda' needs a cache on a GPU, not on cpu"),
@@ -258,6 +272,7 @@ def test_refused_calls(name, check):
     change, error, match = CALL_ERRORS[name]
     case = make_case([5, 9], page_size=16)
     out = torch.full_like(case.q, math.nan)
+    decode_attention(case.q, *case.tables, sm_scale=2.0**-126)
     arguments = {"q": case.q, "cache": case.cache, "block_table": case.block_table, "seq_lens": case.seq_lens,
                  "out": out, "check": check} | change  # fmt: skip
     refuse(error, match, decode_attention, **arguments)
@@ -275,6 +290,12 @@ def plan_arguments(case: Case) -> dict:
 PLAN_ERRORS = {
     "no heads": ({"num_qo_heads": 0}, ValueError, r"num_qo_heads \(0\) must be a positive multiple"),
     "heads": ({"num_qo_heads": 7}, ValueError, r"num_qo_heads \(7\) must be a positive multiple of num_kv_heads \(2\)"),
+    "heads as a float": ({"num_qo_heads": 8.0}, TypeError, "num_qo_heads must be a whole number, not 8.0"),
+    "head_dim as a float": ({"head_dim": 128.0}, TypeError, "head_dim must be a whole number, not 128.0"),
+    "format as text": ({"format": "int2"}, TypeError, r"such as foscar.KVFormat.int2\(\), not 'int2'"),
+    "tile": ({"tile": 3}, TypeError, "tile must be a foscar.TileConfig or None, not int"),
+    "lse_base None": ({"lse_base": None}, TypeError, "lse_base must be 2 or 'e', not a NoneType"),
+    "sm_scale text": ({"sm_scale": "1"}, TypeError, "sm_scale must be a real number or None, not str"),
     "q type": ({"q_data_type": torch.float32}, ValueError, "q must be bfloat16 or float16, not torch.float32"),
     "lse_base": ({"lse_base": "2"}, ValueError, "lse_base must be 2 or 'e', not '2'"),
     "backend": ({"backend": "fa3"}, ValueError, "backend must be one of"),
@@ -361,6 +382,8 @@ def test_refused_runs():
     ):
         refuse(ValueError, match, wrapper.run, q, cache)
     refuse(TypeError, "cache must be a foscar.PagedKVCache, not Tensor", wrapper.run, case.q, case.cache.data)
+    refuse(TypeError, "q must be a torch.Tensor, not NoneType", wrapper.run, None, case.cache)
+    refuse(TypeError, "lse must be a torch.Tensor, not bool", wrapper.run, case.q, case.cache, lse=True)
     refuse(ValueError, r"lse must be torch.float32 \[2, 8\] on cpu", wrapper.run, case.q, case.cache,
            lse=torch.zeros(2, 8).half())  # fmt: skip
     refuse(ValueError, "backend 'cuda' needs a cache on a GPU", planned(case, backend="cuda").run, case.q, case.cache)
@@ -441,6 +464,44 @@ def test_every_layout_reaches_the_kernel_in_a_form_that_it_takes(kernels):
     assert_equal(lse, want[1])
 
 
+def overlapping(dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:
+    one, flat = torch.zeros(shape, dtype=dtype), torch.zeros(10**4, dtype=dtype)
+    close = (one.stride(0) - 1, *one.stride()[1:])
+    views = (close, (1,) * len(shape))
+    return [one[:1].expand(shape), one[..., :1].expand(shape), *(flat.as_strided(shape, s) for s in views)]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_results_that_overlap_themselves_are_refused(kernels, backend):
+    case = make_case([33, 20], page_size=16)
+    wrapper = planned(case, backend=backend)
+    for out in overlapping(case.q.dtype, 2, 8, 128):
+        match = r"out has elements that overlap in memory: its strides are \["
+        refuse(ValueError, match, decode_attention, case.q, *case.tables, out=out, backend=backend)
+        refuse(ValueError, match, wrapper.run, case.q, case.cache, out=out)
+    for lse in overlapping(torch.float32, 2, 8):
+        refuse(ValueError, "lse has elements that overlap", wrapper.run, case.q, case.cache, lse=lse)
+    apart = torch.empty(3, 8, 2, 300, dtype=case.q.dtype)[0].transpose(0, 1)[..., ::2][..., 3:131]
+    assert_equal(wrapper.run(case.q, case.cache, out=apart), decode_attention(case.q, *case.tables))
+
+
+def test_derived_lengths_stay_where_a_graph_reads_them(kernels):
+    """Plans of other batches and dense plans in between change nothing for a captured graph of compressed tables."""
+    case, longer = make_case([33, 20], page_size=16), make_case([33, 20, 5], page_size=16)
+    indptr, indices, last = flashinfer_tables(case)
+    sizes = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 128, "page_size": 16}
+    wrapper = BatchDecodeWithPagedKVCacheWrapper()
+    wrapper.plan(indptr, indices, last, **sizes)
+    captured = wrapper._tables.lengths
+    planned(longer, wrapper=wrapper)
+    planned(case, wrapper=wrapper, dense=True)
+    assert wrapper._tables.lengths is case.seq_lens and captured.tolist() == [33, 20]
+    last[1] += 1  # in place, and then the plan that the docstring asks for
+    assert captured.tolist() == [33, 20]
+    wrapper.plan(indptr, indices, last, **sizes)
+    assert wrapper._tables.lengths is captured and captured.tolist() == [33, 21]
+
+
 def test_the_wrapper_keeps_its_workspace(kernels):
     long, short = make_case([33, 20, 5], page_size=16), make_case([33], page_size=16)
     wrapper = BatchDecodeWithPagedKVCacheWrapper()
@@ -483,9 +544,9 @@ def test_other_gpus_are_refused(monkeypatch):
     """Public report 31: no silent fallback, and the line names what is supported."""
     case = make_case([20], page_size=16)
     monkeypatch.setattr(api_module, "_backend", lambda name, cache: "cuda")
-    for arch in ("sm_100a", "sm_103a"):
+    for arch in ("sm_89", "sm_120a"):
         monkeypatch.setattr(api_module, "device_arch", lambda device, arch=arch: arch)
-        refuse(UnsupportedDeviceError, f"kernel for sm_90a .Hopper: H100, H200. only, not for {arch}; backend='torch'",
+        refuse(UnsupportedDeviceError, f"kernels for sm_90a .* sm_103a .* only, not for {arch}; backend='torch'",
                decode_attention, case.q, *case.tables)  # fmt: skip
     monkeypatch.undo()
     monkeypatch.setattr(api_module, "_backend", lambda name, cache: "cuda")
@@ -506,6 +567,10 @@ def test_which_backend_is_automatic():
 
 
 def test_the_wrapper_names_its_device_as_tensors_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refuse(UnsupportedDeviceError, "device 'cuda' needs a GPU, and torch sees none", BatchDecodeWithPagedKVCacheWrapper,
+           "cuda")  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert BatchDecodeWithPagedKVCacheWrapper("cuda").device == torch.device("cuda:3")
     assert BatchDecodeWithPagedKVCacheWrapper("cuda:1").device == torch.device("cuda:1")

@@ -245,6 +245,23 @@ def test_storage_errors():
         PagedKVCache(4, 16, 0, 64)
 
 
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"num_pages": 4.0}, "num_pages must be a whole number, not 4.0"),
+        ({"page_size": 16.0}, "page_size must be a whole number, not 16.0"),
+        ({"num_kv_heads": "2"}, "num_kv_heads must be a whole number, not '2'"),
+        ({"head_dim": 64.0}, "head_dim must be a whole number, not 64.0"),
+        ({"num_kv_heads": True}, "num_kv_heads must be a whole number, not True"),
+        ({"format": "int2"}, r"format must be a foscar.KVFormat such as foscar.KVFormat.int2\(\), not 'int2'"),
+        ({"data": b"0"}, "data must be a torch.Tensor, not bytes"),
+    ],
+)
+def test_types_of_a_cache(change, word):
+    with pytest.raises(TypeError, match=word):
+        PagedKVCache(**{"num_pages": 4, "page_size": 16, "num_kv_heads": 2, "head_dim": 64} | change)
+
+
 ARGUMENTS = {
     "k": torch.zeros(2, 2, 64), "v": torch.zeros(2, 2, 64),
     "block_table": int32([[0, 1], [2, -1]]), "seq_lens": int32([3, 0]), "indptr": None,
@@ -280,6 +297,14 @@ def test_append_errors(change, word):
     with pytest.raises(ValueError, match=word) as error:
         cache.append(**{**ARGUMENTS, **change})
     assert "\n" not in str(error.value) and torch.equal(cache.data, before)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_appends_of_no_tensors(name):
+    cache = PagedKVCache(4, 16, 2, 64)
+    for value in ([0, 1], None) if name != "indptr" else ([0, 1, 2],):
+        with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, not {type(value).__name__}$"):
+            cache.append(**ARGUMENTS | {name: value})
 
 
 def test_empty_appends():

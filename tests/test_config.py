@@ -51,6 +51,7 @@ def test_every_supported_combination_fits(warpgroups):
         if c.stages < TileConfig.MAX_STAGES:
             assert shared + w * c.stage_bytes > SHARED_BYTES, "one more stage would fit"
         assert c.threads == 128 * (w + 1) and c.threads * c.launch_registers <= REGISTERS
+        assert tile.load_registers <= c.launch_registers <= c.math_registers
         assert 128 * (w * c.math_registers + tile.load_registers) <= c.threads * c.launch_registers
         assert c.stage_bytes == TILE_TOKENS // page_size * c.layout.record_bytes
 
@@ -94,6 +95,25 @@ def test_registers_are_refused_with_their_arithmetic():
 
 
 @pytest.mark.parametrize(
+    "tile, launch",
+    [
+        ({"math_warpgroups": 3, "math_registers": 120}, 128),
+        ({"math_warpgroups": 2, "math_registers": 160}, 168),
+        ({"math_warpgroups": 1, "math_registers": 232}, 240),
+        ({"math_warpgroups": 3, "load_registers": 136, "math_registers": 128}, 128),
+    ],
+)
+def test_registers_only_fall_in_load_warps_and_rise_in_math_warps(tile, launch):
+    """setmaxnreg.inc to less than a thread has, and .dec to more, are undefined."""
+    with pytest.raises(ConfigError, match="registers: the launch gives .* setmaxnreg lowers the one, raises") as info:
+        config(tile)
+    threads, registers, again, most, got, load, math = numbers(str(info.value))
+    assert threads == again == 128 * (tile["math_warpgroups"] + 1) and registers == REGISTERS
+    assert got == launch == min(REGISTERS // threads // 8 * 8, most)
+    assert (load, math) == (tile.get("load_registers", 32), tile["math_registers"])
+
+
+@pytest.mark.parametrize(
     "tile, message",
     [
         ({"math_warpgroups": 0}, "math_warpgroups must be 1, 2 or 3 .* not 0"),
@@ -126,6 +146,11 @@ def test_knobs_out_of_range(tile, message):
 def test_what_the_kernel_does_not_take(changes, message):
     with pytest.raises(FormatError, match=message):
         config(**changes)
+
+
+def test_a_tile_of_another_type():
+    with pytest.raises(TypeError, match="tile must be a foscar.TileConfig, not dict"):
+        DecodeConfig(KVFormat.int2(), 128, 64, 4, tile={"kv_stages": 3})
 
 
 def test_a_group_spelled_out_is_the_same_kernel_shape():
@@ -172,6 +197,7 @@ def test_compiled_kernels_take_these_parameters():
             assert (param.size, param.type == "f32") == (size[kind], kind == "f32")
             assert param.offset % param.size == 0
         assert artifact.threads == part.threads
+        assert part is not c or artifact.registers == c.launch_registers
         assert not artifact.costly_remarks, name
         if part is c:
             used = c.warpgroups * (c.stages * c.stage_bytes + c.workspace_bytes)

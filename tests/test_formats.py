@@ -118,6 +118,9 @@ def test_names_are_distinct():
     "make, word",
     [
         (lambda: TensorFormat(3), "bits"),
+        (lambda: KVFormat.make(2.0), "bits"),
+        (lambda: KVFormat.int2().layout(128.0, 64), "head_dim"),
+        (lambda: KVFormat.int2().layout(128, 64.0), "page_size"),
         (lambda: TensorFormat(2, "row"), "axis"),
         (lambda: TensorFormat(2, "token", 16), "32"),
         (lambda: TensorFormat(2, "channel", 24), "16"),
@@ -133,3 +136,8 @@ def test_errors_are_one_line_that_names_the_field(make, word):
     with pytest.raises(FormatError, match=word) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+def test_bits_in_place_of_a_tensor_format():
+    with pytest.raises(TypeError, match=r"^k must be a foscar.TensorFormat, not 2; foscar.KVFormat.make takes bits$"):
+        KVFormat(2, 2)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,14 @@ def plant(root, artifact):
     folder = root / (kernel_store.stem(NAME, ARCH, artifact.key) + artifact.dsl)
     assert kernel_store.save(artifact, folder)
     return folder
+
+
+@pytest.fixture
+def fake_build(monkeypatch):
+    """Compilations give :func:`fake_artifact`."""
+    built = dataclasses.replace(fake_artifact(), name="", key="")
+    monkeypatch.setattr(jit, "dsl_version", lambda: "1.2.3")
+    monkeypatch.setattr(tiny_kernel, "build", lambda config, arch: built)
 
 
 # ---------------------------------------------------------------------------------------------- processes
@@ -134,11 +143,20 @@ def damage(folder, how):
         facts = json.loads((folder / art.FACTS).read_text())
         del facts["params"]
         (folder / art.FACTS).write_text(json.dumps(facts))
+    elif how in ("a file", "a dangling link"):
+        shutil.rmtree(folder)
+        folder.touch() if how == "a file" else folder.symlink_to("nowhere")
+    else:
+        facts = json.loads((folder / art.FACTS).read_text())
+        facts[how] = facts[how] + 1 if how == "smem" else facts[how][:-1]
+        (folder / art.FACTS).write_text(json.dumps(facts))
 
 
-@pytest.mark.parametrize(
-    "how", ["truncated cubin", "flipped ptx", "no cubin", "empty json", "another kernel", "missing fact"]
-)
+WAYS = ["truncated cubin", "flipped ptx", "no cubin", "empty json", "another kernel", "missing fact", "a file",
+        "a dangling link", "smem", "block", "params", "entry", "arch"]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WAYS)
 def test_broken_entries_are_set_aside_and_rebuilt(fresh, monkeypatch, how):
     built = dataclasses.replace(fake_artifact(), name="", key="")
     monkeypatch.setattr(jit, "dsl_version", lambda: "1.2.3")
@@ -150,7 +168,47 @@ def test_broken_entries_are_set_aside_and_rebuilt(fresh, monkeypatch, how):
         jit.forget()
         assert get() == good
         assert {p.name for p in (fresh / "cache").glob(f"{NAME}-*")} == {folder.name, folder.name + ".corrupt"}
-        assert art.Artifact.load(folder, good.key) == good
+        assert art.Artifact.load(folder, good.key, ARCH) == good
+    with pytest.raises(ValueError, match=f"is for {ARCH}, not for sm_100a"):
+        art.Artifact.load(folder, good.key, "sm_100a")
+
+
+@pytest.mark.parametrize("how", ["truncated cubin", "smem", "a file"])
+def test_an_export_replaces_a_broken_one(fresh, fake_build, how):
+    folder = jit.export_kernel(fresh / "shipped", NAME, TINY, ARCH, BUILDER)
+    damage(folder, how)
+    assert jit.export_kernel(fresh / "shipped", NAME, TINY, ARCH, BUILDER) == folder
+    assert art.Artifact.load(folder) == get()
+
+
+def test_an_unreadable_kernel_is_not_set_aside(fresh, fake_build, monkeypatch, caplog):
+    good = get()
+    (folder,) = (fresh / "cache").glob(f"{NAME}-*")
+    jit.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(art.Path, "read_bytes", lambda path: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+        assert get() == good
+    assert "cannot read kernel" in caplog.text and "broken" not in caplog.text
+    assert [p.name for p in (fresh / "cache").glob(f"{NAME}-*")] == [folder.name]
+
+
+def test_sources_edited_after_the_import_write_nothing(fresh, fake_build, monkeypatch, caplog):
+    """The process holds the old code, its key may name the new one."""
+    monkeypatch.setattr(jit, "_IMPORTED", Path(tiny_kernel.__file__).stat().st_mtime - 1)
+    jit._warn_edited.cache_clear()
+    for _ in range(2):
+        assert get().name == NAME
+        jit.forget()
+    assert not list((fresh / "cache").glob(f"{NAME}-*"))
+    assert caplog.text.count("edited after this process started: kernels compiled here stay in memory") == 1
+    with pytest.raises(CompileError, match="tiny_kernel.py was edited after .*: export .* from a new one"):
+        jit.export_kernel(fresh / "shipped", NAME, TINY, ARCH, BUILDER)
+    assert not (fresh / "shipped").exists()
+
+
+def test_a_build_for_another_architecture_is_refused(fake_build):
+    with pytest.raises(CompileError, match="for sm_100a gave a kernel for sm_90a"):
+        get(arch="sm_100a")
 
 
 @pytest.mark.parametrize("where", ["a file", "proc", "no home"])

@@ -52,6 +52,10 @@ class NewTokens:
     @classmethod
     def make(cls, cache, k, v, block_table, seq_lens, indptr) -> NewTokens:
         """Checked arguments of ``append``; the checks that would make the host wait run on the CPU only."""
+        tensors = {"k": k, "v": v, "block_table": block_table, "seq_lens": seq_lens}
+        for name, x in (tensors if indptr is None else tensors | {"indptr": indptr}).items():
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
         _check_values(cache, k, v)
         check_tables(cache.device, block_table, seq_lens)
         n, batch = k.shape[0], seq_lens.shape[0]
@@ -158,10 +162,12 @@ def _plan_segments(cache, new, name, x, table, group, check, segments) -> list[W
         kept = nearest_codes(values[index], scale[index][:, None], bias[index][:, None], table.format.max_code)
         kept = torch.where(is_old[index][:, :, None, None], old.codes, kept)
         codes[index] = torch.where(old.keep[:, None], kept, codes[index])
-    if check and bool((bad := bias.isnan() & ~known).any()):
+    if check and bool((bad := bias.isnan()).any()):
         s, head, channel = bad.nonzero()[0].tolist()
-        b, _, p0, p1, _ = segments[s]
+        b, start, p0, p1, _ = segments[s]
         where = f"{name}[request {b}, positions {p0}:{p1}, head {head}, channel {channel}]"
+        if known[s, head, channel]:
+            raise ValueError(f"{where}: the tokens before it, from position {start}, hold NaN (appended unchecked)")
         group_values = values[s, is_old[s] | is_new[s], head, channel]
         raise ValueError(explain_bad_group(group_values, where, param_dtype(cache.format.params)))
 

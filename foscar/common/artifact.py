@@ -23,7 +23,7 @@ from typing import Any
 
 from .errors import CompileError
 
-SCHEMA = 1
+SCHEMA = 2
 CUBIN, PTX, FACTS = "kernel.cubin", "kernel.ptx", "kernel.json"
 
 # ptxas notes that cost speed without failing the build: serialized wgmma, setmaxnreg ignored.
@@ -96,8 +96,8 @@ class Artifact:
         return tuple(r for r in self.remarks if any(c in r for c in COSTLY_REMARKS))
 
     def facts(self) -> dict[str, Any]:
-        """What ``kernel.json`` holds."""
-        return {
+        """What ``kernel.json`` holds; the last entry covers all others."""
+        facts = {
             "schema": SCHEMA,
             "name": self.name,
             "entry": self.entry,
@@ -116,6 +116,7 @@ class Artifact:
             "cubin_sha256": self.cubin_sha256,
             "ptx_sha256": hashlib.sha256(self.ptx.encode()).hexdigest(),
         }
+        return facts | {"facts_sha256": _digest(facts)}
 
     def save(self, folder: Path) -> None:
         """Write the three files into an existing, empty folder."""
@@ -124,16 +125,18 @@ class Artifact:
         (folder / FACTS).write_text(json.dumps(self.facts(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path, key: str | None = None) -> Artifact:
+    def load(cls, folder: Path, key: str | None = None, arch: str | None = None) -> Artifact:
         """Read and verify a folder that :meth:`save` wrote.
 
         Raises:
             OSError: a file is missing or unreadable (``kernel.ptx`` may be missing).
-            ValueError: the files contradict their checksums, or are another kernel's than ``key``.
+            ValueError: the files contradict their checksums, or are another kernel's than ``key`` for ``arch``.
         """
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
             raise ValueError(f"{folder / FACTS}: not of schema {SCHEMA}")
+        if facts.pop("facts_sha256", None) != _digest(facts):
+            raise ValueError(f"{folder / FACTS}: checksum differs")
         cubin = (folder / CUBIN).read_bytes()
         try:
             ptx = (folder / PTX).read_bytes()
@@ -145,6 +148,8 @@ class Artifact:
             raise ValueError(f"{folder / CUBIN}: checksum differs")
         if key is not None and facts.get("key") != key:
             raise ValueError(f"{folder}: holds the kernel {facts.get('key')}, not {key}")
+        if arch is not None and facts.get("arch") != arch:
+            raise ValueError(f"{folder}: is for {facts.get('arch')}, not for {arch}")
         try:
             x, y, z = facts["block"]
             plain = ("entry", "arch", "smem", "static_smem", "registers", "spill_bytes", "dsl", "name", "key", "config")
@@ -158,6 +163,10 @@ class Artifact:
             )
         except (KeyError, TypeError) as e:
             raise ValueError(f"{folder / FACTS}: {e!r}") from e
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------- reading the facts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from foscar.common import append as _append
-from foscar.common.formats import KVFormat, RecordLayout
+from foscar.common.formats import KVFormat, RecordLayout, check_format, check_whole
 from foscar.common.pack import TensorTable, record_tables, unpack_tensor
 from foscar.common.quantize import Quantized, dequantize
 
@@ -32,6 +32,7 @@ class PagedKVCache:
             are multiples of 16 bytes.
 
     Raises:
+        TypeError: a format that is no KVFormat, a count that is no whole number, ``data`` that is no tensor.
         FormatError: a format, head_dim or page size that is not supported.
         ValueError: ``data`` of another type, shape or alignment.
 
@@ -49,10 +50,12 @@ class PagedKVCache:
         device: str | torch.device = "cpu",
         data: torch.Tensor | None = None,
     ):
-        self.format = KVFormat.int2() if format is None else format
-        self.layout: RecordLayout = self.format.layout(head_dim, page_size)
-        self.num_pages, self.page_size = num_pages, page_size
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.format = check_format(format)
+        self.num_pages = num_pages = check_whole("num_pages", num_pages)
+        self.page_size = check_whole("page_size", page_size)
+        self.num_kv_heads = num_kv_heads = check_whole("num_kv_heads", num_kv_heads)
+        self.head_dim = check_whole("head_dim", head_dim)
+        self.layout: RecordLayout = self.format.layout(self.head_dim, self.page_size)
         if num_pages < 0 or num_kv_heads < 1:
             raise ValueError(f"a cache needs num_pages >= 0 and num_kv_heads >= 1, not {num_pages} and {num_kv_heads}")
         shape = (num_pages, num_kv_heads, self.layout.record_bytes)
@@ -101,8 +104,9 @@ class PagedKVCache:
         Axis "channel": a token group (counted from the request's token 0) may be filled bit by bit.  Where the new
         values of a channel lie within the group's present range, its parameters and old codes stay bit for bit;
         elsewhere the channel is quantized again from its *dequantized* old values and the new ones, which loses up to
-        half a step each time: append whole groups where that matters.  A group whose codes are all 0 holds
-        one value, which is its range.  The host waits for the lengths.
+        half a step each time, and the losses add up: after many, an old value can be off by nearly the group's whole
+        range (measured: 0.95 after 128 values rising from 0 to 1, appended one by one at INT2).  Append whole groups.
+        A group whose codes are all 0 holds one value, which is its range.  The host waits for the lengths.
         Requests must not share the page or the token group that they append to.
 
         Args:
@@ -110,10 +114,11 @@ class PagedKVCache:
             block_table: int32 [batch, max_pages].
             seq_lens: int32 [batch], the lengths *before* the append.
             indptr: int32 [batch + 1], from 0 to n, ascending.
-            check: raise for values that cannot be represented (None: on the CPU only).  Unchecked, such a group
-                decodes to NaN, and nothing else does.
+            check: raise for values that cannot be represented, alone or with those already in their token group
+                (None: on the CPU only).  Unchecked, such a group decodes to NaN, and nothing else does.
 
         Raises:
+            TypeError: an argument that is no tensor.
             ValueError: types, shapes or devices; on the CPU also page ids outside the cache, positions outside the
                 block table, a bad ``indptr``, and values as above.  On CUDA a bad page id stops in a device assertion.
         """
@@ -174,6 +179,8 @@ def _first_tokens(x: Quantized, table: TensorTable, count: int) -> Quantized:
 
 
 def _check_storage(data: torch.Tensor, shape: tuple[int, int, int]) -> None:
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"data must be a torch.Tensor, not {type(data).__name__}")
     if data.dtype != torch.uint8 or tuple(data.shape) != shape:
         raise ValueError(f"data must be uint8 {list(shape)}, not {data.dtype} {list(data.shape)}")
     if data.numel() == 0:

@@ -29,6 +29,7 @@ Parameters: (scale, bias) pairs of 4 bytes.
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -67,7 +68,7 @@ class TensorFormat:
     group: int | None = None
 
     def __post_init__(self) -> None:
-        _require(self.bits in BITS, f"bits must be one of {BITS}, not {self.bits!r}")
+        _require(type(self.bits) is int and self.bits in BITS, f"bits must be one of {BITS}, not {self.bits!r}")
         _require(self.axis in AXES, f"axis must be one of {AXES}, not {self.axis!r}")
         unit = 32 if self.axis == "token" else 16
         ok = self.group is None or (isinstance(self.group, int) and self.group > 0 and self.group % unit == 0)
@@ -105,6 +106,9 @@ class KVFormat:
     params: str = "float16"
 
     def __post_init__(self) -> None:
+        for name, f in (("k", self.k), ("v", self.v)):
+            if not isinstance(f, TensorFormat):
+                raise TypeError(f"{name} must be a foscar.TensorFormat, not {f!r}; foscar.KVFormat.make takes bits")
         _require(self.params in PARAM_DTYPES, f"params must be one of {PARAM_DTYPES}, not {self.params!r}")
 
     @classmethod
@@ -146,6 +150,30 @@ class KVFormat:
         return RecordLayout(self, head_dim, page_size)
 
 
+def check_format(format: KVFormat | None) -> KVFormat:
+    """The format that a caller gave; None: INT2.
+
+    Raises:
+        TypeError: not a KVFormat.
+    """
+    if format is None:
+        return KVFormat.int2()
+    if not isinstance(format, KVFormat):
+        raise TypeError(f"format must be a foscar.KVFormat such as foscar.KVFormat.int2(), not {format!r}")
+    return format
+
+
+def check_whole(name: str, value: int) -> int:
+    """A count that a caller gave, as a plain int.
+
+    Raises:
+        TypeError: not a whole number.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    return int(value)
+
+
 @dataclass(frozen=True)
 class RecordLayout:
     """Byte positions within the record of one (page, KV head); see the module's docstring.
@@ -159,8 +187,9 @@ class RecordLayout:
     page_size: int
 
     def __post_init__(self) -> None:
-        _require(self.head_dim in HEAD_DIMS, f"head_dim must be one of {HEAD_DIMS}, not {self.head_dim!r}")
-        _require(self.page_size in PAGE_SIZES, f"page_size must be one of {PAGE_SIZES}, not {self.page_size!r}")
+        dim, page = self.head_dim, self.page_size
+        _require(type(dim) is int and dim in HEAD_DIMS, f"head_dim must be one of {HEAD_DIMS}, not {dim!r}")
+        _require(type(page) is int and page in PAGE_SIZES, f"page_size must be one of {PAGE_SIZES}, not {page!r}")
         for name, f in (("K", self.format.k), ("V", self.format.v)):
             g = f.resolved_group(self.head_dim, self.page_size)
             if f.axis == "token":

@@ -3,7 +3,8 @@
 A kernel is identified by :func:`compile_key`: its name, architecture, the frozen config that generates it, and the
 sources of its device code.  :func:`load_or_compile` looks in memory, in the folders of ``FOSCAR_KERNEL_PATH``
 (compiled ahead of time, never written), in the disk cache, and only then compiles, which needs neither a GPU nor a
-driver.  Nothing here imports the DSL unless it compiles.
+driver.  Nothing here imports the DSL unless it compiles.  Where a source was edited after the process started, its key
+cannot be trusted: what is compiled then stays in memory.
 
 ======================  =============================================================================
 ``FOSCAR_CACHE_DIR``    the disk cache (default: ``$XDG_CACHE_HOME/foscar``, ``~/.cache/foscar``)
@@ -42,6 +43,7 @@ from .sources import source_files
 
 log = logging.getLogger("foscar")
 
+_IMPORTED = time.time()
 _memory: dict[str, Artifact] = {}
 _lock = threading.RLock()
 
@@ -87,6 +89,27 @@ def source_fingerprint(modules: tuple[str, ...]) -> str:
     return digest.hexdigest()
 
 
+def _sources(config: Any, builder: str) -> tuple[str, ...]:
+    """The modules whose sources, with all that they import from here, count in a kernel's key."""
+    return builder.partition(":")[0], type(config).__module__
+
+
+def _edited(config: Any, builder: str) -> Path | None:
+    """A source of the kernel that changed after this process began to import them: its key may name other code."""
+    for path in source_files(_sources(config, builder)).values():
+        try:
+            if path.stat().st_mtime > _IMPORTED:
+                return path
+        except OSError:
+            return path
+    return None
+
+
+@functools.cache
+def _warn_edited(path: Path) -> None:
+    log.warning("%s was edited after this process started: kernels compiled here stay in memory", path)
+
+
 def compile_key(name: str, config: Any, arch: str, builder: str) -> str:
     """The identity of a kernel but for the DSL's version: 64 hex digits.
 
@@ -107,7 +130,7 @@ def compile_key(name: str, config: Any, arch: str, builder: str) -> str:
         "arch": arch,
         "builder": builder,
         "config": canonical(config),
-        "sources": source_fingerprint((builder.partition(":")[0], type(config).__module__)),
+        "sources": source_fingerprint(_sources(config, builder)),
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
@@ -148,6 +171,8 @@ def _compile(name: str, config: Any, arch: str, builder: str, key: str) -> Artif
     except Exception as e:
         first = (str(e).strip().splitlines() or [""])[0]
         raise CompileError(f"compiling {name} for {arch} failed: {type(e).__name__}: {first}") from e
+    if artifact.arch != arch:
+        raise CompileError(f"compiling {name} for {arch} gave a kernel for {artifact.arch}")
     artifact = dataclasses.replace(artifact, name=name, key=key, config=canonical(config))
     seconds = time.perf_counter() - start
     log.info(
@@ -185,16 +210,18 @@ def _load_or_compile(name: str, config: Any, arch: str, builder: str, key: str) 
     version = dsl_version() if may_compile() else None
     stem, root = store.stem(name, arch, key), store.cache_dir()
     for place in [*store.kernel_path(), *([root] if root else [])]:
-        if (hit := store.lookup(place, stem, key, version, set_aside=False)) is not None:
+        if (hit := store.lookup(place, stem, key, arch, version, set_aside=False)) is not None:
             log.debug("%s for %s from %s", name, arch, place)
             return hit
     if version is None:
         _raise_missing(name, config, arch, builder, stem)
     with store.locked(root, stem):
-        if root is not None and (hit := store.lookup(root, stem, key, version, set_aside=True)) is not None:
+        if root is not None and (hit := store.lookup(root, stem, key, arch, version, set_aside=True)) is not None:
             return hit
         artifact = _compile(name, config, arch, builder, key)
-        if root is not None:
+        if (path := _edited(config, builder)) is not None:
+            _warn_edited(path)
+        elif root is not None:
             store.save(artifact, root / (stem + version))
         return artifact
 
@@ -215,11 +242,16 @@ def export_kernel(folder: str | Path, name: str, config: Any, arch: str, builder
     """Compile a kernel ahead of time into ``folder`` (one for ``FOSCAR_KERNEL_PATH``); returns its own folder.
 
     Raises:
-        CompileError, MissingDependencyError: see :func:`load_or_compile`; or ``folder`` cannot be written.
+        CompileError, MissingDependencyError: see :func:`load_or_compile`; or ``folder`` cannot be written, or a source
+            was edited after this process started.
     """
     artifact = load_or_compile(name, config, arch, builder)
-    target = Path(folder) / (store.stem(name, arch, artifact.key) + artifact.dsl)
-    if not target.is_dir() and not store.save(artifact, target):
+    if (path := _edited(config, builder)) is not None:
+        raise CompileError(f"{path} was edited after this process started: export {name} from a new one")
+    folder, stem = Path(folder), store.stem(name, arch, artifact.key)
+    target = folder / (stem + artifact.dsl)
+    there = store.lookup(folder, stem, artifact.key, arch, artifact.dsl, set_aside=True)
+    if there is None and not store.save(artifact, target):
         raise CompileError(f"cannot write {target}")
     return target
 

@@ -22,6 +22,10 @@ from .errors import CompileError
 
 log = logging.getLogger("foscar")
 
+# What only another build mends: contents (JSON and Unicode errors are ValueErrors), a missing file, a file or a
+# dangling link in the folder's place. Other OSErrors, too many open files say, tell nothing about the kernel.
+_BROKEN = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
 
 def cache_dir() -> Path | None:
     """Where kernels are cached, or None where the environment names no place."""
@@ -45,7 +49,7 @@ def stem(name: str, arch: str, key: str) -> str:
     return f"{name}-{arch}-{key[:24]}-dsl"
 
 
-def lookup(root: Path, stem: str, key: str, version: str | None, *, set_aside: bool) -> Artifact | None:
+def lookup(root: Path, stem: str, key: str, arch: str, version: str | None, *, set_aside: bool) -> Artifact | None:
     """The kernel in one folder of kernels, if a sound one is there; with ``set_aside``, broken ones are renamed."""
     if version is None:
         try:
@@ -57,21 +61,25 @@ def lookup(root: Path, stem: str, key: str, version: str | None, *, set_aside: b
         found = [stem + version]
     for folder in (root / n for n in found):
         try:
-            if not folder.is_dir():
-                continue
-            return Artifact.load(folder, key)
-        except (OSError, ValueError) as e:  # JSON and Unicode errors are ValueErrors
+            if os.path.lexists(folder):
+                return Artifact.load(folder, key, arch)
+        except _BROKEN as e:
             log.warning("broken kernel %s: %s", folder, e)
             if set_aside:
                 _set_aside(folder)
+        except OSError as e:
+            log.warning("cannot read kernel %s: %s", folder, e)
     return None
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename a broken folder so that it is rebuilt and can still be looked at (the last broken one is kept)."""
+    """Rename what is broken so that it is rebuilt and can still be looked at (the last broken one is kept)."""
     target = folder.with_name(folder.name + ".corrupt")
     try:
-        shutil.rmtree(target, ignore_errors=True)
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target, ignore_errors=True)
+        else:
+            target.unlink(missing_ok=True)
         os.rename(folder, target)
     except OSError as e:
         log.warning("cannot set aside %s: %s", folder, e)

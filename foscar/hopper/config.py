@@ -77,6 +77,8 @@ class DecodeConfig:
             raise FormatError(f"heads must be 4, 8, 12 or 16 (query heads per KV head, rounded up), not {self.heads}")
         if self.q_dtype not in Q_DTYPES:
             raise FormatError(f"q_dtype must be one of {Q_DTYPES}, not {self.q_dtype!r}")
+        if not isinstance(self.tile, TileConfig):
+            raise TypeError(f"tile must be a foscar.TileConfig, not {type(self.tile).__name__}")
         self.check()
 
     # ---- derived sizes
@@ -144,8 +146,8 @@ class DecodeConfig:
 
     @property
     def launch_registers(self) -> int:
-        """Registers of a thread at launch: the SM's, shared by one CTA's threads."""
-        return min(REGISTERS // self.threads // 8 * 8, 248)
+        """Registers of a thread at launch, as ptxas chooses them: the SM's, shared by one CTA's threads."""
+        return min(REGISTERS // self.threads // 8 * 8, 240)
 
     @property
     def math_registers(self) -> int:
@@ -171,6 +173,12 @@ class DecodeConfig:
         for name, r in (("math_registers", self.math_registers), ("load_registers", t.load_registers)):
             if r % 8 or not 24 <= r <= 240:
                 raise ConfigError(f"{name} must be a multiple of 8 from 24 to 240, not {r}")
+        if not t.load_registers <= self.launch_registers <= self.math_registers:
+            raise ConfigError(
+                f"registers: the launch gives {self.threads} threads min({REGISTERS} / {self.threads}, 240) = "
+                f"{self.launch_registers} each; load_registers ({t.load_registers}) must not exceed that, "
+                f"math_registers ({self.math_registers}) not be below it: setmaxnreg lowers the one, raises the other"
+            )
         pool, need = self.launch_registers * self.threads, 128 * (w * self.math_registers + t.load_registers)
         if need > pool:
             raise ConfigError(

@@ -13,6 +13,7 @@ from .tmem import split, tensor_memory
 from .warpops import LANES
 
 _NUMBERS = tuple(f"x{1 << i}" for i in range(8))
+_REGISTERS = {"32x32b": 1, "16x128b": 2, "16x256b": 4}  # of a thread, per repetition
 
 
 def _cells(shape: str, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -20,6 +21,8 @@ def _cells(shape: str, count: int) -> tuple[np.ndarray, np.ndarray]:
     i = np.arange(count)[:, None]
     if shape == "32x32b":
         return np.broadcast_to(LANES, (count, 32)), np.broadcast_to(i, (count, 32))
+    if shape == "16x128b":
+        return LANES // 4 + 8 * (i % 2), 4 * (i // 2) + LANES % 4
     repeat, q = i // 4, i % 4
     return LANES // 4 + 8 * (q // 2), 8 * repeat + 2 * (LANES % 4) + q % 2
 
@@ -27,11 +30,11 @@ def _cells(shape: str, count: int) -> tuple[np.ndarray, np.ndarray]:
 def _ld_st(b: Builder, m: Mods, registers, operand):
     m.last_type("b32")
     whole_warp(b, m)
-    shape = m.one_of("32x32b", "16x256b", required=True)
+    shape = m.one_of(*_REGISTERS, required=True)
     number = int(m.one_of(*_NUMBERS, required=True)[1:])
     m.done()
     registers = list(registers.items) if isinstance(registers, Vec) else [registers]
-    if len(registers) != number * (1 if shape == "32x32b" else 4):
+    if len(registers) != number * _REGISTERS[shape]:
         b.fail("number of registers")
     lanes, columns = _cells(shape, len(registers))
     width, height = int(columns.max()) + 1, 32 if shape == "32x32b" else 16

@@ -95,10 +95,11 @@ def with_heads(group: int) -> DecodeConfig:
 
 
 def jobs() -> list[tuple[str, object, str]]:
-    """(name, config, builder) of every kernel: decode, combine, and the tiny one of test_launch.py."""
-    from support import tiny_kernel
+    """(name, config, builder) of every kernel: decode, combine, the stages' probes, the tiny one of test_launch.py."""
+    from support import probes, tiny_kernel
 
     found = dict.fromkeys(job[:3] for c in KERNELS for job in kernels(c))
+    found |= dict.fromkeys((f"probe_{p.stage}", p, probes.BUILDER) for p in probes.PROBES)
     return [*found, (tiny_kernel.NAME, tiny_kernel.TinyConfig(), tiny_kernel.BUILDER)]
 
 

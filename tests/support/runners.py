@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Protocol
 from unittest import mock
@@ -16,7 +18,15 @@ from foscar.hopper import decode as decode_module
 from foscar.hopper.config import ARCH, TileConfig
 from foscar.hopper.decode import HopperDecode, Tables
 
+from .compare import assert_equal
 from .gpu_kernels import config_of
+
+# How the emulator runs a kernel: in order, as late as allowed, in random orders (options of ptx_emulator.Launch).
+SCHEDULES: dict[str, dict[str, object]] = {
+    "inorder": {},
+    "late": {"schedule": "late"},
+    **{f"seed{n}": {"seed": n} for n in (1, 2, 3)},
+}
 
 
 class Runner(Protocol):
@@ -116,11 +126,13 @@ class EmulatedLaunch:
 class EmulatedDecode(HopperDecode):
     """The host side of a decode as it is, on CPU tensors; its workspace is poisoned before every call."""
 
-    def __init__(self, config, ctas: int, options: dict):
+    def __init__(self, config, ctas: int, options: dict, mutate: Callable[[str], str] | None):
         self.options = options
         gpu = SimpleNamespace(multi_processor_count=ctas)
 
         def load_kernel(artifact, index):
+            if mutate and artifact.name == "hopper_decode":
+                artifact = dataclasses.replace(artifact, ptx=mutate(artifact.ptx))
             return SimpleNamespace(prepare=lambda values, pdl: EmulatedLaunch(artifact, self))
 
         with (
@@ -146,13 +158,17 @@ class EmulatorRunner:
 
     Args:
         ctas: as many as a GPU would have SMs.
+        mutate: changes the decode kernel's PTX before it runs.
         options: of ``ptx_emulator.Launch``, such as ``seed`` or ``schedule``.
     """
 
     unit = GpuRunner.unit
 
-    def __init__(self, ctas: int = 1, **options):
-        self.ctas, self.options = ctas, options
+    def __init__(self, ctas: int = 1, mutate: Callable[[str], str] | None = None, **options):
+        self.ctas, self.mutate, self.options = ctas, mutate, options
+
+    def _decoder(self, config, index) -> EmulatedDecode:
+        return EmulatedDecode(config, self.ctas, self.options, self.mutate)
 
     def workers(self, config) -> int:
         return config.warpgroups * self.ctas
@@ -162,9 +178,32 @@ class EmulatorRunner:
         with (
             mock.patch.object(api, "device_arch", lambda device: ARCH),
             mock.patch.object(api, "_backend", lambda name, cache: "cuda"),
-            mock.patch.object(api, "decoder", lambda config, index: EmulatedDecode(config, self.ctas, self.options)),
+            mock.patch.object(api, "decoder", self._decoder),
         ):
             return call(q, cache, tables, tile=tile, sm_scale=sm_scale, lse_base=lse_base, out=out, backend="cuda")
+
+
+class ScheduledRunner(EmulatorRunner):
+    """The emulator under every one of SCHEDULES, which must all give the same bits; returned are those in order."""
+
+    def __init__(self, ctas: int = 1):
+        super().__init__(ctas)
+
+    def decode(self, q, cache, tables, *, out=None, **options):
+        first = None
+        for name, schedule in SCHEDULES.items():
+            target = None if out is None else mirror(out, out.device)
+            try:
+                found = EmulatorRunner(self.ctas, **schedule).decode(q, cache, tables, out=target, **options)
+            except Exception as e:
+                raise AssertionError(f"schedule {name!r}: {type(e).__name__}: {e}") from e
+            first = first or found
+            for got, want in zip(found, first, strict=True):
+                assert_equal(got, want, (f"schedule {name}: request", "head", "channel"))
+        if out is None:
+            return first
+        storage(out).copy_(storage(first[0]))
+        return out, first[1]
 
 
 def storage(x: torch.Tensor) -> torch.Tensor:

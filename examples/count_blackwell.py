@@ -1,0 +1,189 @@
+"""Count the instructions of the Blackwell kernels' tile loops, role by role, from the SASS; needs no GPU.
+
+    python examples/count_blackwell.py           the table, per tile of 128 tokens
+    python examples/count_blackwell.py --write   and store it as the budget that tests/test_blackwell_sass.py holds
+
+``masks`` are the instructions that make operands of codes: LOP3 with a mask of codes, SHF by their width.  A role of
+four warps has one on each of the SM's four schedulers, load and mma are single warps, so a scheduler issues the sum
+of all roles, of these a quarter on average (``all``).  A role's loop is the innermost backward branch that spans what
+only that role does.  What lies out of line (the second try of a wait) is not counted; what runs once per item within
+the loop of mma is, for every tile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from count_instructions import MissingTool, disassemble, find_nvdisasm
+
+from foscar.blackwell.config import ARCHS, CODE_BUFFERS, ROLES, TILE_TOKENS, DecodeConfig
+from foscar.blackwell.decode import kernels
+from foscar.common import jit
+from foscar.common.formats import KVFormat
+
+BUDGET = Path(__file__).resolve().parents[1] / "tests" / "blackwell_budget.json"
+HEADS = (4, 8, 16)
+HEAD_DIM, PAGE = 128, 64
+SLACK = 0.02  # what a count may exceed its budget by
+
+# What only one role's loop over tiles holds: instructions that must be there, and that must not.
+MARKS = {
+    "load": ({"UBLKCP"}, set()),
+    "mma": ({"UTCQMMA"}, set()),
+    "unpack": ({"STTM"}, set()),
+    "softmax": ({"LDTM", "STS", "MUFU"}, set()),
+    "correct": ({"LDTM", "MUFU"}, {"STS"}),
+}
+TILES = {"mma": CODE_BUFFERS, "unpack": CODE_BUFFERS}  # of a pass of the loop, where not 1
+CLASSES = ("alu", "fma", "mufu", "lds", "sts", "tensor", "sync", "uniform", "other")
+COLUMNS = ("total", "masks", *CLASSES)
+_ROOTS = {
+    "alu": "LOP3 SHF IADD3 IADD VIADD ISETP FSETP SEL FSEL PRMT LEA FMNMX FMNMX3 IMNMX VIMNMX VIMNMX3 MOV PLOP3 I2FP "
+    "I2F F2I F2F F2FP IABS P2R R2P",
+    "fma": "FFMA FFMA2 FMUL FMUL2 FADD FADD2 IMAD HADD2 HFMA2 HMUL2",
+    "mufu": "MUFU",
+    "lds": "LDS LDSM",
+    "sts": "STS STSM",
+    "tensor": "LDTM STTM UTCQMMA UTCBAR",
+    "sync": "BAR SYNCS WARPSYNC FENCE MEMBAR BSSY BSYNC DEPBAR ERRBAR ELECT NANOSLEEP YIELD BRA",
+}
+_CLASS_OF = {root: name for name, roots in _ROOTS.items() for root in roots.split()}
+_MASK = re.compile(
+    r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x(3030303|c0c0c0c|f0f0f0f), RZ, 0xc0|SHF\.R\.U32\.HI R\d+, RZ, 0x4, "
+)
+_LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<text>[^;]*);?")
+_LABEL = re.compile(r"^(\.L\w+):")
+_BRANCH = re.compile(r"BRA(?:\.\w+)*\s.*`\((\.L\w+)\)")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The instructions of one role's loop, without addresses and predicates."""
+
+    instructions: tuple[str, ...]
+
+    @property
+    def roots(self) -> list[str]:
+        return [text.split()[0].split(".")[0] for text in self.instructions]
+
+    def counts(self, tiles: int) -> dict[str, float]:
+        """Per tile, where a pass of the loop takes ``tiles``."""
+        uniform = ("U", "R2UR", "S2UR")
+        found = Counter(_CLASS_OF.get(r, "uniform" if r.startswith(uniform) else "other") for r in self.roots)
+        found["total"] = len(self.instructions)
+        found["masks"] = sum(bool(_MASK.match(text)) for text in self.instructions)
+        return {name: found[name] / tiles for name in COLUMNS}
+
+    @property
+    def local_memory(self) -> list[str]:
+        """Loads and stores of spilled registers."""
+        return [text for text in self.instructions if text.split()[0].split(".")[0] in ("LDL", "STL")]
+
+
+def role_loops(sass: str) -> dict[str, Loop]:
+    """The tile loop of every role of MARKS.
+
+    Raises:
+        ValueError: a role has none, so the kernel is not what this script was written for.
+    """
+    labels: dict[str, int] = {}
+    texts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(texts)
+        elif (found := _LINE.match(line)) and found["text"].strip():
+            texts.append(found["text"].strip())
+            target = _BRANCH.match(texts[-1])
+            if target and target[1] in labels:  # backward
+                spans.append((labels[target[1]], len(texts)))
+    loops = sorted((Loop(tuple(texts[a:b])) for a, b in spans), key=lambda loop: len(loop.instructions))
+    result = {}
+    for role, (present, absent) in MARKS.items():
+        fitting = [x for x in loops if present <= set(x.roots) and not absent & set(x.roots)]
+        if not fitting:
+            raise ValueError(f"no loop of the {role} warps (one with {sorted(present)}, without {sorted(absent)})")
+        result[role] = fitting[0]
+    return result
+
+
+def configs() -> dict[str, DecodeConfig]:
+    """What is counted, by name."""
+    formats = {"int2": KVFormat.int2(), "int4": KVFormat.int4()}
+    return {
+        f"{name} heads {heads}": DecodeConfig(fmt, HEAD_DIM, PAGE, heads)
+        for name, fmt in formats.items()
+        for heads in HEADS
+    }
+
+
+def loops_of(config: DecodeConfig, arch: str = ARCHS[0]) -> dict[str, Loop]:
+    name, part, builder, _ = kernels(config)[0]
+    return role_loops(disassemble(jit.load_or_compile(name, part, arch, builder).cubin))
+
+
+def counts_of(loops: dict[str, Loop]) -> dict[str, dict[str, float]]:
+    """Per tile."""
+    return {role: loop.counts(TILES.get(role, 1)) for role, loop in loops.items()}
+
+
+def per_scheduler(counts: dict[str, dict[str, float]]) -> float:
+    """Instructions that one of the four schedulers issues per tile."""
+    return sum(c["total"] * ROLES[role] / 4 for role, c in counts.items())
+
+
+def masks_per_element(counts: dict[str, dict[str, float]]) -> float:
+    """Of the unpack role; a tile has K and V, its four warps share both."""
+    return counts["unpack"]["masks"] / (2 * TILE_TOKENS * HEAD_DIM / (32 * ROLES["unpack"]))
+
+
+def table(rows: dict[str, dict[str, dict[str, float]]]) -> str:
+    lines = [f"{'a tile':<26}" + "".join(f"{c:>8}" for c in COLUMNS)]
+    for name, counts in rows.items():
+        for role, c in counts.items():
+            lines.append(f"{name + ' ' + role:<26}" + "".join(f"{c[k]:8.0f}" for k in COLUMNS))
+        lines.append(
+            f"{name + ' all':<26}{per_scheduler(counts):8.0f} issue slots of a scheduler; "
+            f"{masks_per_element(counts):.3f} masks per KV element"
+        )
+    return "\n".join(lines)
+
+
+def excess(name: str, counts: dict, budget: dict) -> list[str]:
+    """What is over the budget, as text."""
+    return [
+        f"{name} {role}: {key} {counts[role][key]} instructions a tile, budget {budget[role][key]} + {SLACK:.0%}"
+        for role in MARKS
+        for key in ("total", "masks", "tensor")
+        if counts[role][key] > budget[role][key] * (1 + SLACK)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"store the counts in {BUDGET.name}")
+    options = parser.parse_args()
+    try:
+        find_nvdisasm()
+    except MissingTool as e:
+        raise SystemExit(str(e)) from None
+    rows = {}
+    for name, config in configs().items():
+        loops = loops_of(config)
+        rows[name] = counts_of(loops)
+        for role, loop in loops.items():
+            for bad in loop.local_memory:
+                print(f"{name} {role}: {bad}")
+    print(table(rows))
+    if options.write:
+        BUDGET.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"stored in {BUDGET}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The Blackwell decode kernel's configuration; its canonical form is the compile key.
+
+Field by field the same cache formats and shapes as Hopper's: a cache written once decodes on either architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..common.formats import FormatError, KVFormat, RecordLayout
+
+ARCHS = ("sm_100a", "sm_103a")
+TILE_TOKENS = 128  # M of Q K^T, the contraction of P V, and the step after which O is promoted to float32
+SHARED_BYTES = 227 * 1024  # of one CTA
+STATIC_BYTES = 1024 + 1024  # left to alignment and barriers
+TENSOR_COLUMNS = 512
+MAX_HEADS = 16  # query heads per KV head
+Q_DTYPES = ("bfloat16", "float16")
+BUFFERS = 2  # of Q^T, P^T, accumulators and sums
+CODE_BUFFERS = 4  # of unpacked codes: the unpack warps run that many tiles ahead of the products with V
+
+# Warps of a CTA, in order; groups of four begin at a multiple of four, because a warp reaches the 32 lanes of tensor
+# memory that its number modulo four says.
+ROLES = {"load": 1, "mma": 1, "query": 2, "unpack": 4, "softmax": 4, "correct": 4}
+THREADS = 32 * sum(ROLES.values())
+
+
+def first_warp(role: str) -> int:
+    names = list(ROLES)
+    return sum(ROLES[name] for name in names[: names.index(role)])
+
+
+class ConfigError(ValueError):
+    """A tile configuration that does not fit the machine; the message holds the arithmetic."""
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """What may be tuned without changing any result."""
+
+    kv_stages: int | None = None  # of TILE_TOKENS tokens in flight; None: as many as fit, at most MAX_STAGES
+
+    MAX_STAGES = 12
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """One decode kernel.
+
+    Args:
+        format: the cache's format; K and V per token with one group of head_dim channels.
+        head_dim: 64 or 128.
+        page_size: tokens per page: 16, 32, 64 or 128.
+        heads: query heads per KV head that the kernel has room for: 4, 8, 12 or 16.
+        q_dtype: "bfloat16" or "float16", of the query and the output.
+        tile: the tuning knobs.
+    """
+
+    format: KVFormat
+    head_dim: int
+    page_size: int
+    heads: int
+    q_dtype: str = "bfloat16"
+    tile: TileConfig = field(default_factory=TileConfig)
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in (64, 128):
+            raise FormatError(f"the Blackwell kernel takes head_dim 64 and 128, not {self.head_dim}")
+        for name, f in (("K", self.format.k), ("V", self.format.v)):
+            if f.axis != "token" or f.resolved_group(self.head_dim, self.page_size) != self.head_dim:
+                raise FormatError(
+                    f"the Blackwell kernel takes {name} quantized per token with one group of head_dim channels, "
+                    f"not axis {f.axis!r} with groups of {f.resolved_group(self.head_dim, self.page_size)}"
+                )
+        if self.heads not in range(4, MAX_HEADS + 1, 4):
+            raise FormatError(f"heads must be 4, 8, 12 or 16 (query heads per KV head, rounded up), not {self.heads}")
+        if self.q_dtype not in Q_DTYPES:
+            raise FormatError(f"q_dtype must be one of {Q_DTYPES}, not {self.q_dtype!r}")
+        if not isinstance(self.tile, TileConfig):
+            raise TypeError(f"tile must be a foscar.blackwell.config.TileConfig, not {type(self.tile).__name__}")
+        self.check()
+
+    # ---- derived sizes
+    @cached_property
+    def layout(self) -> RecordLayout:
+        return self.format.layout(self.head_dim, self.page_size)
+
+    @property
+    def warpgroups(self) -> int:
+        """Workers of a CTA: the roles share one range of tiles."""
+        return 1
+
+    @property
+    def pages_per_tile(self) -> int:
+        return TILE_TOKENS // self.page_size
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.pages_per_tile * self.layout.record_bytes
+
+    @property
+    def heads_per_thread(self) -> int:
+        return self.heads // 4
+
+    @property
+    def columns(self) -> int:
+        """N of both products: two terms of each head, in steps of 16 (M = 128); the rest is never read."""
+        return -(-2 * self.heads // 16) * 16
+
+    @property
+    def load_columns(self) -> int:
+        """Columns of an accumulator that a thread's heads lie in, in one tcgen05.ld: a power of two."""
+        return 8 << (self.heads_per_thread - 1).bit_length()
+
+    @property
+    def query_bytes(self) -> int:
+        return self.columns * self.head_dim
+
+    @property
+    def prob_bytes(self) -> int:
+        return self.columns * TILE_TOKENS
+
+    @property
+    def param_bytes(self) -> int:
+        """Five float32 per token of a tile."""
+        return 4 * 5 * TILE_TOKENS
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Of one buffer: per head maxima, sums, offsets of four warps and two query factors; the item's tiles."""
+        return 4 * self.heads * (3 * 4 + 2) + 16
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Shared memory besides the stages."""
+        return BUFFERS * (self.query_bytes + self.prob_bytes + self.reduce_bytes) + self.param_bytes
+
+    @cached_property
+    def stages(self) -> int:
+        t = self.tile
+        if t.kv_stages is not None:
+            return t.kv_stages
+        return min(t.MAX_STAGES, (SHARED_BYTES - STATIC_BYTES - self.workspace_bytes) // self.stage_bytes)
+
+    @property
+    def threads(self) -> int:
+        return THREADS
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes + self.workspace_bytes + STATIC_BYTES
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` with the arithmetic where the configuration does not fit the SM."""
+        if self.stages < 2 or self.shared_bytes > SHARED_BYTES:
+            raise ConfigError(f"{self.describe()}: at least 2 stages and at most {SHARED_BYTES} B fit")
+
+    def describe(self) -> str:
+        return (
+            f"shared memory: {self.stages} stages x {self.stage_bytes} B + {self.workspace_bytes} B + "
+            f"{STATIC_BYTES} B = {self.shared_bytes} B"
+        )

@@ -1,0 +1,85 @@
+"""Shared memory as a ledger: which bytes belong to whom, as byte addresses.
+
+- ``stages`` ring slots of ``stage_bytes``: the pages of one tile, record after record (load, read by unpack, softmax);
+- Q^T, 2 x ``columns x head_dim`` e4m3: column ``2 h + term`` of head ``h`` (query, B operand of Q K^T);
+- P^T, 2 x ``columns x TILE_TOKENS`` e4m3, likewise (softmax, B operand of P V);
+- token parameters, float32 ``[warp][value][32 tokens]`` (within each softmax warp);
+- 2 x float32 ``[head][warp]`` maxima, denominators and offsets (softmax to correct), ``[head]`` query factors,
+  and an item's number of tiles;
+- the barriers of pipeline.py and the word that tcgen05.alloc writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8
+
+from . import pipeline
+from .config import BUFFERS, SHARED_BYTES, ConfigError, DecodeConfig
+from .pipeline import Barriers, edges
+
+
+@dataclass
+class Shared:
+    """Addresses (bytes, shared window). ``full`` and ``empty`` are the names that hopper/load.py knows."""
+
+    ring: Int32
+    query: Int32
+    probs: Int32
+    params: Int32
+    reduce: Int32
+    barriers: Barriers
+    tensor: cute.Pointer  # where the address of tensor memory is
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+@dataclass
+class Reduction:
+    """One buffer of what softmax and correct exchange, and query's numbers for softmax and mma."""
+
+    maxima: Int32
+    sums: Int32
+    offsets: Int32
+    factors: Int32
+    tiles: Int32
+
+
+def reduction(cfg: DecodeConfig, shared: Shared, buffer) -> Reduction:
+    base, part = shared.reduce + buffer * cfg.reduce_bytes, 16 * cfg.heads
+    factors = base + 3 * part
+    return Reduction(base, base + part, base + 2 * part, factors, factors + 8 * cfg.heads)
+
+
+def allocate(cfg: DecodeConfig) -> Shared:
+    allocator = cutlass.memory.SmemAllocator()
+
+    def room(size: int, align: int = 128) -> Int32:
+        return allocator.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=align).iterator.toint()
+
+    query, probs = room(BUFFERS * cfg.query_bytes, 1024), room(BUFFERS * cfg.prob_bytes, 1024)
+    ring, params = room(cfg.stages * cfg.stage_bytes), room(cfg.param_bytes)
+    reduce = room(BUFFERS * cfg.reduce_bytes)
+    pointer = allocator.allocate_array(Int64, sum(edge.depth for edge in edges(cfg.stages)))
+    tensor = allocator.allocate_array(Int32, 1)
+    barriers = Barriers(pointer, cfg.stages)
+    return Shared(
+        ring,
+        query,
+        probs,
+        params,
+        reduce,
+        barriers,
+        tensor,
+        pipeline.at(barriers, "full"),
+        pipeline.at(barriers, "empty"),
+    )
+
+
+def check(cfg: DecodeConfig, allocated: int) -> None:
+    """What was compiled against what the config promised."""
+    if allocated > min(cfg.shared_bytes, SHARED_BYTES):
+        raise ConfigError(f"{allocated} B of shared memory allocated; {cfg.describe()}")

@@ -1,0 +1,165 @@
+"""The softmax of every tile: scores from tensor memory to P^T in shared memory, and the denominators.
+
+The domains are those of hopper/softmax.py, whose parameters, fold and exact tile maxima these are, too; a thread holds
+the same four tokens.  Two things differ: ``s`` is ``(hi + lo) . code 2^-9`` in float32, and ``p' = 2^(w - M) <= 1`` is
+stored times ``PROB_TOP`` in two e4m3 terms (9 bits down to 2^-8 of the tile's heaviest token, 2^-17 of it below).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from ..common import device, fold
+from ..hopper import schedule
+from ..hopper import softmax as parts
+from . import lowfloat, packed, pipeline, smem, tcgen05
+from .config import TILE_TOKENS, DecodeConfig
+from .tmem import TensorLedger, lane_address
+from .walk import next_item
+
+PROB_LOG = 8.0
+PROB_TOP = 2.0**PROB_LOG  # P = 1 in the units of its two terms; e4m3 ends at 448
+HALVES = 2  # of a warp's lanes of tensor memory: two of a thread's four tokens each
+BARRIER = 1  # of the four softmax warps
+
+
+@cute.jit
+def fold_scores(s: list, params, factor: list, q_sum: list, cfg: cutlass.Constexpr) -> list:
+    """``w[head][pair of tokens]`` from the scores of both halves of the lanes (register ``4 j + 2 rh + term``)."""
+    k_scale, k_bias, v_log = (packed.pairs(x) for x in (params.k_scale, params.k_bias, params.v_log))
+    w = []
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+        row = []
+        for i in cutlass.range_constexpr(HALVES):
+            terms = [x.bitcast(Float32) for x in s[i][4 * j : 4 * j + 4]]
+            raw = packed.Pair(terms[0] + terms[1], terms[2] + terms[3])
+            z = fold.k_token_score(raw, packed.same(q_sum[j]), k_scale[i], k_bias[i], fma=packed.fma)
+            row.append(packed.fma(z, packed.same(factor[j]), v_log[i]))
+        w.append(row)
+    return w
+
+
+def probs_offsets(warp, lane) -> list:
+    """Where the thread's four tokens of its first head lie in P^T, per term; the next head is 8 rows on."""
+    k = 32 * warp + 4 * (lane // 4)
+    return [tcgen05.operand_byte(TILE_TOKENS, 2 * (lane % 4) + term, k) for term in range(2)]
+
+
+@cute.jit
+def probabilities(w: list, top: list, params, rooms: list, cfg: cutlass.Constexpr) -> list:
+    """Folded scores to P^T; per head (tile maximum, sum of the numerators, their sum times V's bias) of the thread.
+
+    Both sums are in units of ``PROB_TOP``.  ``rooms``: shared addresses of the thread's first words, per term.
+    """
+    reciprocal, ratio = packed.pairs(params.v_reciprocal), packed.pairs(params.v_ratio)
+    zero = packed.same(Float32(0.0))
+    sums = []
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+        # A tile with no token at all has the maximum -inf; any finite number serves instead.
+        shift = Float32(PROB_LOG) - cute.arch.fmax(top[j], Float32(parts.LOWEST))
+        total, offset, scaled = zero, zero, []
+        for i in cutlass.range_constexpr(HALVES):
+            x = w[j][i] + packed.same(shift)
+            p = packed.Pair(device.exp2(x.low), device.exp2(x.high))
+            total = packed.fma(p, reciprocal[i], total)
+            offset = fold.v_token_offset(offset, p, ratio[i], fma=packed.fma)
+            scaled += [p.low, p.high]
+        for room, word in zip(rooms, lowfloat.split(scaled), strict=True):
+            device.store_shared(room + 8 * TILE_TOKENS * j, [word])
+        sums.append((top[j], total.low + total.high, offset.low + offset.high))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    return sums
+
+
+def add_tile(m: cute.Tensor, l: cute.Tensor, b: cute.Tensor, sums: list) -> None:  # noqa: E741
+    """The thread's denominators and bias sums, in units of 2^m."""
+    for j, (top, total, offset) in enumerate(sums):
+        new_m = cute.arch.fmax(m[j], top)
+        old, new = device.exp2(m[j] - new_m), device.exp2(top - new_m)
+        m[j] = new_m
+        l[j] = device.fma(l[j], old, total * new)
+        b[j] = device.fma(b[j], old, offset * new)
+
+
+@cute.jit
+def write_sums(l: cute.Tensor, b: cute.Tensor, room, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:  # noqa: E741
+    """Each warp's sums of an item, for the correct warps."""
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+        total = device.butterfly(device.add, l[j], (4, 8, 16))
+        offset = device.butterfly(device.add, b[j], (4, 8, 16))
+        at = 16 * (lane % 4 + 4 * j) + 4 * warp
+        device.store_shared_where(lane < 4, room.sums + at, total.bitcast(Uint32))
+        device.store_shared_where(lane < 4, room.offsets + at, offset.bitcast(Uint32))
+
+
+def load_factors(room, lane, cfg: DecodeConfig) -> tuple[list, list]:
+    """(factor, q_sum) of the thread's heads."""
+    factor, q_sum = [], []
+    for j in range(cfg.heads_per_thread):
+        pair = device.load_shared(room.factors + 8 * (lane % 4 + 4 * j), 2)
+        factor.append(pair[0].bitcast(Float32))
+        q_sum.append(pair[1].bitcast(Float32))
+    return factor, q_sum
+
+
+@cute.jit
+def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
+    """Every tile of the CTA's range: warp ``w`` of 4."""
+    role, barriers, ledger, nh = "softmax", shared.barriers, TensorLedger(cfg), cfg.heads_per_thread
+    layout = cfg.layout
+    k_pair = shared.ring + parts.pair_offset(cfg, warp, lane, layout.k_params_offset)
+    v_pair = shared.ring + parts.pair_offset(cfg, warp, lane, layout.v_params_offset)
+    room = shared.params + warp * (cfg.param_bytes // 4)
+    probs = [shared.probs + at for at in probs_offsets(warp, lane)]
+    m, l, b = (cute.make_rmem_tensor((nh,), Float32) for _ in range(3))  # noqa: E741
+    work = schedule.start(args, Int32(0), 1, lane)
+    lengths = schedule.lengths_of(args)
+    request, head, tile, left = work.request, work.head, work.tile, work.left
+    slot, phase, count, item = Int32(0), Int32(0), Int32(0), Int32(0)
+    while left > 0:
+        length = lengths[request]
+        n = cutlass.min(left, schedule.tiles_of(length) - tile)
+        tokens = length - tile * TILE_TOKENS
+        m.fill(parts.LOWEST)
+        l.fill(0.0)
+        b.fill(0.0)
+        pipeline.wait_full(barriers, "q_full", role, item)
+        factor, q_sum = load_factors(smem.reduction(cfg, shared, item & 1), lane, cfg)
+        for _ in cutlass.range(n, unroll=1):
+            pipeline.wait(barriers, "full", role, slot, phase)
+            at = slot * cfg.stage_bytes
+            valid = Int32(32 * warp + lane < tokens)
+            parts.prepare_params(k_pair + at, v_pair + at, room + 4 * lane, valid, cfg)
+            pipeline.arrive(barriers, "empty", role, slot, lane)  # and the lanes see each other's parameters
+            params = parts.load_params(room + 16 * (lane // 4))
+            pipeline.wait_full(barriers, "s_full", role, count)
+            tcgen05.fence_after()
+            column = tensor + ledger.column("s", count & 1)
+            s = tcgen05.load_rows([lane_address(column, warp, i) for i in range(HALVES)], cfg.load_columns)
+            tcgen05.fence_before()
+            w = fold_scores(s, params, factor, q_sum, cfg)
+            pipeline.wait_empty(barriers, "o_empty", role, count)
+            reduce = smem.reduction(cfg, shared, count & 1)
+            top = parts.tile_maxima(
+                [[x for p in row for x in (p.low, p.high)] for row in w], reduce, warp, lane, BARRIER, cfg
+            )
+            rooms = [p + (count & 1) * cfg.prob_bytes for p in probs]
+            sums = probabilities(w, top, params, rooms, cfg)
+            pipeline.arrive(barriers, "p_full", role, count & 1, lane)
+            add_tile(m, l, b, sums)
+            tokens = tokens - TILE_TOKENS
+            count = count + 1
+            slot = slot + 1
+            if slot == cfg.stages:
+                slot = Int32(0)
+                phase = phase ^ 1
+        pipeline.arrive(barriers, "q_empty", role, item & 1, lane)
+        pipeline.wait_empty(barriers, "sums_empty", role, item)
+        write_sums(l, b, smem.reduction(cfg, shared, item & 1), warp, lane, cfg)
+        pipeline.arrive(barriers, "sums_full", role, item & 1, lane)
+        item = item + 1
+        left = left - n
+        tile = Int32(0)
+        request, head = next_item(args, request, head)

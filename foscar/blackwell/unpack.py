@@ -1,0 +1,118 @@
+"""Codes of a tile from the ring to tensor memory: masks only, five instructions for 16 codes of 2 bits (3 for 8 of 4).
+
+A masked byte 0..15 read as e4m3 is the code times 2^-9, exactly.  At 2 bits positions 1 and 3 come out times 4: for K
+the query absorbs it, for V the store takes it out of the channel.
+
+Thread ``(w, g, t)`` reads what Hopper's math thread reads (hopper/qk.py, pv.py) and stores it as rows of A, 16 lanes at
+a time (tcgen05.store_rows), so that products come back in the fragments of a wgmma accumulator:
+
+- K: lane ``32 w + 16 i + 8 rh + g`` is token ``32 w + 4 g + 2 i + rh``; byte ``b`` of column ``4 j + t`` is channel
+  ``16 j + 4 t + b``;
+- V: lane ``32 w + 8 r + g`` is channel ``32 r + 8 w + g`` (head_dim 64: r < 2, other lanes are never read); byte ``b``
+  of column ``4 j + t`` is token ``16 j + 4 t + b``.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from ..common import device
+from ..hopper import pv, qk, schedule
+from . import pipeline, tcgen05
+from .config import CODE_BUFFERS, DecodeConfig
+from .tmem import TensorLedger, lane_address
+
+HALVES = 2  # of a warp's 32 lanes of tensor memory
+
+
+def positions(word: Uint32, bits: int) -> list[Uint32]:
+    """A word of packed codes as e4m3 operand words, one per bit position."""
+    return qk.unpack(word, bits)
+
+
+def position_factors(cfg: DecodeConfig, warp) -> list[Float32]:
+    """Per row block ``r`` of V: the reciprocal of the factor that masking leaves in the output channel."""
+    if cfg.format.v.bits == 4:
+        return [Float32(1.0)] * (cfg.head_dim // 32)
+    if pv.split_positions(cfg):
+        return [Float32(cutlass.select_(warp >= 2, Float32(0.25), Float32(1.0)))] * (cfg.head_dim // 32)
+    rows = range(0, cfg.head_dim, 32)
+    return [Float32(1.0 if c // cfg.layout.v_row_bytes % 2 == 0 else 0.25) for c in rows]
+
+
+@cute.jit
+def load_k(stage: Int32, cfg: cutlass.Constexpr) -> list:
+    """All words of K that this thread needs of a tile: ``[half][row][word of the row]``."""
+    per_row, vector = cfg.layout.k_row_bytes // 16, cfg.layout.k_vector_words
+    planes = 2 * per_row // vector
+    words = []
+    for i in cutlass.range_constexpr(HALVES):
+        loaded = [device.load_shared(stage + (i * planes + v) * (64 * vector), vector) for v in range(planes)]
+        flat = [x[k] for x in loaded for k in range(vector)]
+        words.append([flat[:per_row], flat[per_row:]])
+    return words
+
+
+@cute.jit
+def store_k(words: list, tensor: Int32, warp: Int32, cfg: cutlass.Constexpr) -> None:
+    """To the columns at ``tensor``."""
+    for i in cutlass.range_constexpr(HALVES):
+        rows = [[positions(word, cfg.format.k.bits) for word in row] for row in words[i]]
+        count, per_row = 8 // cfg.format.k.bits, len(rows[0])
+        columns = [rows[rh][u][p] for p in range(count) for u in range(per_row) for rh in range(2)]
+        tcgen05.store_rows(lane_address(tensor, warp, i), columns)
+
+
+def _v_codes(word: Uint32, split_mask, cfg: DecodeConfig) -> list[Uint32]:
+    if split_mask is None:
+        return positions(word, cfg.format.v.bits)
+    return [word & split_mask, (word >> 4) & split_mask]
+
+
+@cute.jit
+def store_v(words: list, tensor: Int32, warp: Int32, cfg: cutlass.Constexpr) -> None:
+    """``words`` of hopper/pv.py's load_words, ``[16-token group][word]``, to the columns at ``tensor``."""
+    mask = None
+    if cutlass.const_expr(pv.split_positions(cfg)):  # warps 0, 1: positions 0 and 2; warps 2, 3: positions 1 and 3
+        mask = Uint32(0x03030303) << Uint32(2 * (warp // 2))
+    groups = [[_v_codes(word, mask, cfg) for word in group] for group in words]
+    blocks = [[codes[p] for p in range(len(group[0])) for codes in group] for group in groups]  # [group][r]
+    for i in cutlass.range_constexpr(cfg.head_dim // 64):
+        columns = [block[2 * i + rh] for block in blocks for rh in range(2)]
+        tcgen05.store_rows(lane_address(tensor, warp, i), columns)
+
+
+@cute.jit
+def unpack_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
+    """Every tile of the CTA's range: warp ``w`` of 4; CODE_BUFFERS tiles a turn, so that buffers are constants."""
+    role, barriers, ledger = "unpack", shared.barriers, TensorLedger(cfg)
+    tiles = schedule.start(args, Int32(0), 1, lane).left
+    k_words = shared.ring + qk.thread_offset(cfg, warp, lane)
+    v_words = shared.ring + pv.thread_offset(cfg, warp, lane)
+    slot, phase = Int32(0), Int32(0)
+    for turn in cutlass.range((tiles + (CODE_BUFFERS - 1)) // CODE_BUFFERS, unroll=1):
+        for codes in cutlass.range_constexpr(CODE_BUFFERS):
+            if CODE_BUFFERS * turn + codes < tiles:
+                pipeline.wait(barriers, "full", role, slot, phase)
+                k = load_k(k_words + slot * cfg.stage_bytes, cfg)
+                v = pv.load_words(v_words + slot * cfg.stage_bytes, cfg)
+                pipeline.arrive(barriers, "empty", role, slot, lane)
+                pipeline.wait(barriers, "codes_empty", role, codes, (turn & 1) ^ 1)
+                tcgen05.fence_after()
+                store_k(k, tensor + ledger.column("k", codes), warp, cfg)
+                store_v(v, tensor + ledger.column("v", codes), warp, cfg)
+                tcgen05.wait_stores()
+                tcgen05.fence_before()
+                pipeline.arrive(barriers, "codes_full", role, codes, lane)
+                slot = slot + 1
+                wrap = Int32(slot == cfg.stages)
+                slot = slot - cfg.stages * wrap
+                phase = phase ^ wrap
+    # The CTA's memory must outlive the commits that nobody else waits for.
+    for back in cutlass.range_constexpr(1, CODE_BUFFERS + 1):
+        last = tiles - back
+        if last >= 0:
+            codes = last & (CODE_BUFFERS - 1)
+            pipeline.wait(barriers, "codes_empty", role, codes, (last // CODE_BUFFERS) & 1)

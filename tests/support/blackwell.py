@@ -1,0 +1,75 @@
+"""The Blackwell kernel's configs for tests, and the runner that executes them in the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from foscar import api
+from foscar.blackwell import decode as decode_module
+from foscar.blackwell.config import DecodeConfig, TileConfig
+from foscar.common.formats import KVFormat
+
+from . import gpu_kernels
+from .runners import EmulatedDecode, EmulatedLaunch, EmulatorRunner, call
+
+
+def config(k_bits, v_bits, head_dim, page_size, heads, q_dtype, params="float16", **tile) -> DecodeConfig:
+    fmt = KVFormat.make(k_bits, v_bits, params=params)
+    return DecodeConfig(fmt, head_dim, page_size, heads, q_dtype, TileConfig(**tile))
+
+
+def like(hopper) -> DecodeConfig:
+    """The same cache and query as a Hopper config's."""
+    return DecodeConfig(hopper.format, hopper.head_dim, hopper.page_size, hopper.heads, hopper.q_dtype)
+
+
+LAYOUTS = tuple(like(c) for c in gpu_kernels.LAYOUTS)
+MIXED = tuple(like(c) for c in gpu_kernels.MIXED)
+INT2, INT4 = like(gpu_kernels.INT2), like(gpu_kernels.INT4)
+INT2_FP16, INT4_FP16 = like(gpu_kernels.INT2_FP16), like(gpu_kernels.INT4_FP16)
+
+
+def name_of(c: DecodeConfig) -> str:
+    return f"{c.format.name}-d{c.head_dim}-p{c.page_size}-h{c.heads}-{c.q_dtype}"
+
+
+class EmulatedBlackwell(EmulatedDecode, decode_module.BlackwellDecode):
+    """The host side of a decode as it is, on CPU tensors."""
+
+    def __init__(self, config: DecodeConfig, ctas: int, options: dict, arch: str, mutate=None):
+        self.options = options
+        gpu = SimpleNamespace(multi_processor_count=ctas)
+
+        def load_kernel(artifact, index):
+            if mutate and artifact.name == "blackwell_decode":
+                artifact = dataclasses.replace(artifact, ptx=mutate(artifact.ptx))
+            return SimpleNamespace(prepare=lambda values, pdl: EmulatedLaunch(artifact, self))
+
+        with (
+            mock.patch.object(decode_module, "load_kernel", load_kernel),
+            mock.patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
+        ):
+            decode_module.BlackwellDecode.__init__(self, config, torch.device("cpu"), arch)
+
+
+class BlackwellRunner(EmulatorRunner):
+    """The public API as on a GPU of ``arch``, the kernels' PTX run in the emulator."""
+
+    def __init__(self, ctas: int = 1, arch: str = "sm_100a", mutate=None, **options):
+        super().__init__(ctas, mutate, **options)
+        self.arch = arch
+
+    def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
+        def decoder(config, index):
+            return EmulatedBlackwell(config, self.ctas, self.options, self.arch, self.mutate)
+
+        with (
+            mock.patch.object(api, "device_arch", lambda device: self.arch),
+            mock.patch.object(api, "blackwell_decoder", decoder),
+            mock.patch.object(api, "_backend", lambda name, cache: "cuda"),
+        ):
+            return call(q, cache, tables, tile=tile, sm_scale=sm_scale, lse_base=lse_base, out=out, backend="cuda")
