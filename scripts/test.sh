@@ -3,4 +3,4 @@
 . "$(dirname -- "$0")/venv.sh"
 "$python" -m pip install -q -e ".[dev]"
 "$python" -m ruff check .
-exec "$python" -m pytest "$@"
+exec "$python" -m pytest -n 2 "$@"
