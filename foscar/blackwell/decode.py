@@ -1,9 +1,13 @@
-"""Launching a decode on Blackwell: the same arguments, workspace and combine kernel as on Hopper."""
+"""Launching a decode on Blackwell: the same arguments, workspace and combine kernel as on Hopper.
+
+No such GPU has run the kernel yet, so the first use warns.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
+import warnings
 
 import torch
 
@@ -43,5 +47,10 @@ class BlackwellDecode(HopperDecode):
 @functools.cache
 def decoder(config: DecodeConfig, device_index: int) -> BlackwellDecode:
     """The kernels of ``config`` on a device, compiled and loaded once."""
+    warnings.warn(
+        "FOSCAR's Blackwell kernel has run in the PTX emulator only, never on hardware: "
+        "compare its results with backend='torch' first",
+        stacklevel=2,
+    )
     device = torch.device("cuda", device_index)
     return BlackwellDecode(config, device, device_arch(device))
