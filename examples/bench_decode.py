@@ -29,7 +29,7 @@ import torch
 import foscar
 from foscar.common.launch import device_arch
 from foscar.common.reference import relative_error
-from foscar.hopper.config import DecodeConfig
+from foscar.hopper.config import ARCH, DecodeConfig
 
 BASELINES = ("flashinfer-bf16", "sdpa-cudnn-bf16", "sdpa-flash-bf16")
 PEERS: dict[str, Callable[[bs.Problem], bs.Bench]] = {
@@ -174,7 +174,9 @@ def row_of(name: str, make: Callable[[], bs.Bench], problem: bs.Problem, reps: i
     return row
 
 
-def rows_of(problem: bs.Problem, formats: dict[str, foscar.KVFormat], tile: foscar.TileConfig, args) -> list[dict]:
+def rows_of(
+    problem: bs.Problem, formats: dict[str, foscar.KVFormat], tile: foscar.TileConfig | None, args: argparse.Namespace
+) -> list[dict]:
     """All rows of one problem, with their speed against the baseline."""
     jobs = {f"read {name}": lambda f=f: bs.read_bench(problem, f) for name, f in formats.items()}
     jobs |= {f"foscar {name}": lambda f=f: bs.foscar_bench(problem, f, tile, "cuda") for name, f in formats.items()}
@@ -247,7 +249,10 @@ def main() -> int:
         return 0
     gpu = torch.cuda.get_device_name()
     print(f"{gpu} ({arch}), {tile}, {', '.join(f'{k} {v}' for k, v in versions().items() if v)}")
-    report: dict = {"gpu": gpu, "tile": dataclasses.asdict(tile), "versions": versions(), "problems": []}
+    if arch != ARCH and not args.set:
+        tile = None  # the other kernel's own default
+    knobs = None if tile is None else dataclasses.asdict(tile)
+    report: dict = {"gpu": gpu, "tile": knobs, "versions": versions(), "problems": []}
     device, failed = torch.device("cuda", torch.cuda.current_device()), False
     try:
         for q_heads, kv_heads in args.heads:

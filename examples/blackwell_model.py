@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from count_blackwell import TILES, MissingTool, configs, counts_of, find_nvdisasm, loops_of
 
+import foscar
 from foscar.blackwell.config import ROLES, TILE_TOKENS, DecodeConfig
 
 # B200: 148 SMs at 1.965 GHz, 8 TB/s (2.39 times an H100's 3.35 TB/s, with 11 % more issue slots).
@@ -99,4 +100,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (foscar.MissingDependencyError, foscar.CompileError) as e:
+        raise SystemExit(str(e)) from None

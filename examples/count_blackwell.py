@@ -21,6 +21,7 @@ from pathlib import Path
 
 from count_instructions import MissingTool, disassemble, find_nvdisasm
 
+import foscar
 from foscar.blackwell.config import ARCHS, CODE_BUFFERS, ROLES, TILE_TOKENS, DecodeConfig
 from foscar.blackwell.decode import kernels
 from foscar.common import jit
@@ -186,4 +187,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (foscar.MissingDependencyError, foscar.CompileError) as e:
+        raise SystemExit(str(e)) from None

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import foscar
 from foscar.common import jit
 from foscar.common.formats import KVFormat
 from foscar.hopper.config import ARCH, TILE_TOKENS, DecodeConfig
@@ -198,4 +199,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (foscar.MissingDependencyError, foscar.CompileError) as e:
+        raise SystemExit(str(e)) from None

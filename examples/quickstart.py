@@ -52,7 +52,8 @@ def choose_device() -> torch.device:
     try:
         arch = device_arch()
         if arch != ARCH:
-            raise foscar.UnsupportedDeviceError(f"{torch.cuda.get_device_name()} is {arch}, the kernel is for {ARCH}")
+            gpu = torch.cuda.get_device_name()
+            raise foscar.UnsupportedDeviceError(f"{gpu} is {arch}; this example runs the proven kernel, {ARCH}")
         device = torch.device("cuda", torch.cuda.current_device())
         empty = torch.zeros(1, 1, dtype=torch.int32, device=device)
         for fmt in FORMATS.values():

@@ -270,7 +270,7 @@ def test_jit_forbidden_names_the_kernel_and_the_way_out(monkeypatch, fresh):
 
 def test_without_the_dsl_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(jit, "dsl_version", lambda: None)
-    with pytest.raises(MissingDependencyError, match=r'pip install "foscar\[jit\]"') as e:
+    with pytest.raises(MissingDependencyError, match=r'pip install "nvidia-cutlass-dsl>=4.8,<4.9"') as e:
         get()
     assert NAME in str(e.value) and "\n" not in str(e.value)
 

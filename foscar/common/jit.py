@@ -42,6 +42,7 @@ from .errors import CompileError, MissingDependencyError
 from .sources import source_files
 
 log = logging.getLogger("foscar")
+INSTALL_DSL = 'nvidia-cutlass-dsl: pip install "nvidia-cutlass-dsl>=4.8,<4.9"'
 
 _IMPORTED = time.time()
 _memory: dict[str, Artifact] = {}
@@ -153,7 +154,7 @@ def compile_jit(host: Callable[..., Any], *args: Any, arch: str, options: str = 
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_stream
     except ImportError as e:
-        raise MissingDependencyError('compiling kernels needs nvidia-cutlass-dsl: pip install "foscar[jit]"') from e
+        raise MissingDependencyError(f"compiling kernels needs {INSTALL_DSL}") from e
     with tempfile.TemporaryDirectory(prefix="foscar-") as dump:
         notes = Path(dump) / "ptxas.yaml"
         flags = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {dump} --remark-output {notes} remarks{{ptx}}"
@@ -231,11 +232,11 @@ def _raise_missing(name: str, config: Any, arch: str, builder: str, stem: str) -
     what = f"no compiled kernel {name} for {arch} ({stem}*) in {places}"
     if not may_compile():
         raise CompileError(
-            f"{what}, and FOSCAR_JIT=0 forbids compiling; on any machine with foscar[jit] (no GPU needed) run "
+            f"{what}, and FOSCAR_JIT=0 forbids compiling; on any machine with nvidia-cutlass-dsl (no GPU needed) run "
             f"foscar.common.jit.export_kernel(FOLDER, {name!r}, {config!r}, {arch!r}, {builder!r}) "
             "and name FOLDER in FOSCAR_KERNEL_PATH"
         )
-    raise MissingDependencyError(f'{what}; compiling it needs nvidia-cutlass-dsl: pip install "foscar[jit]"')
+    raise MissingDependencyError(f"{what}; compiling it needs {INSTALL_DSL}")
 
 
 def export_kernel(folder: str | Path, name: str, config: Any, arch: str, builder: str) -> Path:

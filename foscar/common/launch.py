@@ -18,7 +18,7 @@ from .artifact import Artifact, Param
 from .errors import LaunchError, MissingDependencyError, UnsupportedDeviceError
 
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
-SUPPORTED = "sm_90a (H100, H200, GH200), sm_100a (B200, GB200), sm_103a (B300, GB300)"
+SUPPORTED = "sm_90a (H100, H200, GH200) and, unproven, sm_100a (B200, GB200), sm_103a (B300, GB300)"
 
 _INTEGERS = {"u64": 64, "s64": 64, "b64": 64, "u32": 32, "s32": 32, "b32": 32}
 _CTYPES = {64: ctypes.c_uint64, 32: ctypes.c_uint32}
@@ -124,7 +124,7 @@ def _driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as e:
-        raise MissingDependencyError('launching kernels needs cuda-python: pip install "foscar[gpu]"') from e
+        raise MissingDependencyError('launching kernels needs cuda-python: pip install cuda-python') from e
     return driver
 
 
