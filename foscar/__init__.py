@@ -2,9 +2,10 @@
 
 from .api import BatchDecodeWithPagedKVCacheWrapper, decode_attention
 from .common.cache import PagedKVCache
+from .common.config import ConfigError
 from .common.errors import CompileError, MissingDependencyError, UnsupportedDeviceError
 from .common.formats import FormatError, KVFormat, TensorFormat
-from .hopper.config import ConfigError, TileConfig
+from .hopper.config import TileConfig
 
 __version__ = "0.1.0"
 

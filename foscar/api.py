@@ -24,11 +24,12 @@ from .checks import (
     require,
 )
 from .common.cache import PagedKVCache
+from .common.config import MAX_HEADS
 from .common.errors import UnsupportedDeviceError
 from .common.formats import KVFormat, check_format, check_whole
 from .common.launch import device_arch
 from .common.reference import decode_folded
-from .hopper.config import ARCH, MAX_HEADS, DecodeConfig, TileConfig
+from .hopper.config import ARCH, DecodeConfig, TileConfig
 from .hopper.decode import Buffers, HopperDecode, Tables, decoder
 
 

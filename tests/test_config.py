@@ -11,12 +11,11 @@ import pytest
 from support.gpu_kernels import KERNELS
 
 from foscar.common import jit
+from foscar.common.config import MAX_HEADS, Q_DTYPES
 from foscar.common.formats import PAGE_SIZES, FormatError, KVFormat
 from foscar.hopper import arguments
 from foscar.hopper.config import (
     ARCH,
-    MAX_HEADS,
-    Q_DTYPES,
     REGISTERS,
     SHARED_BYTES,
     STATIC_BYTES,

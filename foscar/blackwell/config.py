@@ -8,15 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..common.formats import FormatError, KVFormat, RecordLayout
+from ..common.config import ConfigError, check_problem, check_tile_fields
+from ..common.formats import KVFormat, RecordLayout
 
 ARCHS = ("sm_100a", "sm_103a")
 TILE_TOKENS = 128  # M of Q K^T, the contraction of P V, and the step after which O is promoted to float32
 SHARED_BYTES = 227 * 1024  # of one CTA
 STATIC_BYTES = 1024 + 1024  # left to alignment and barriers
 TENSOR_COLUMNS = 512
-MAX_HEADS = 16  # query heads per KV head
-Q_DTYPES = ("bfloat16", "float16")
 BUFFERS = 2  # of Q^T, P^T, accumulators and sums
 CODE_BUFFERS = 4  # of unpacked codes: the unpack warps run that many tiles ahead of the products with V
 
@@ -31,10 +30,6 @@ def first_warp(role: str) -> int:
     return sum(ROLES[name] for name in names[: names.index(role)])
 
 
-class ConfigError(ValueError):
-    """A tile configuration that does not fit the machine; the message holds the arithmetic."""
-
-
 @dataclass(frozen=True)
 class TileConfig:
     """What may be tuned without changing any result."""
@@ -42,6 +37,9 @@ class TileConfig:
     kv_stages: int | None = None  # of TILE_TOKENS tokens in flight; None: as many as fit, at most MAX_STAGES
 
     MAX_STAGES = 12
+
+    def __post_init__(self) -> None:
+        check_tile_fields(self)
 
 
 @dataclass(frozen=True)
@@ -65,18 +63,7 @@ class DecodeConfig:
     tile: TileConfig = field(default_factory=TileConfig)
 
     def __post_init__(self) -> None:
-        if self.head_dim not in (64, 128):
-            raise FormatError(f"the Blackwell kernel takes head_dim 64 and 128, not {self.head_dim}")
-        for name, f in (("K", self.format.k), ("V", self.format.v)):
-            if f.axis != "token" or f.resolved_group(self.head_dim, self.page_size) != self.head_dim:
-                raise FormatError(
-                    f"the Blackwell kernel takes {name} quantized per token with one group of head_dim channels, "
-                    f"not axis {f.axis!r} with groups of {f.resolved_group(self.head_dim, self.page_size)}"
-                )
-        if self.heads not in range(4, MAX_HEADS + 1, 4):
-            raise FormatError(f"heads must be 4, 8, 12 or 16 (query heads per KV head, rounded up), not {self.heads}")
-        if self.q_dtype not in Q_DTYPES:
-            raise FormatError(f"q_dtype must be one of {Q_DTYPES}, not {self.q_dtype!r}")
+        check_problem("Blackwell", self)
         if not isinstance(self.tile, TileConfig):
             raise TypeError(f"tile must be a foscar.blackwell.config.TileConfig, not {type(self.tile).__name__}")
         self.check()

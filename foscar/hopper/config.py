@@ -5,22 +5,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..common.formats import FormatError, KVFormat, RecordLayout
+from ..common.config import ConfigError, check_problem, check_tile_fields
+from ..common.formats import KVFormat, RecordLayout
 
 ARCH = "sm_90a"
 TILE_TOKENS = 128  # tokens of a stage and of a softmax step: 256 fail the numeric contract on an attention sink
 SHARED_BYTES = 227 * 1024  # of one CTA (sm_90)
 REGISTERS = 65536  # of one SM
 STATIC_BYTES = 1024  # left to alignment and barriers
-MAX_HEADS = 16  # query heads per KV head
-Q_DTYPES = ("bfloat16", "float16")
-
-
-class ConfigError(ValueError):
-    """A tile configuration that does not fit the machine; the message holds the arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +33,7 @@ class TileConfig:
     MAX_STAGES = 6
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if type(value) is not int and not (value is None and f.default is None):
-                raise ConfigError(f"{f.name} must be a whole number, not {value!r}")
+        check_tile_fields(self)
 
 
 @dataclass(frozen=True)
@@ -65,18 +57,7 @@ class DecodeConfig:
     tile: TileConfig = field(default_factory=TileConfig)
 
     def __post_init__(self) -> None:
-        if self.head_dim not in (64, 128):
-            raise FormatError(f"the Hopper kernel takes head_dim 64 and 128, not {self.head_dim}")
-        for name, f in (("K", self.format.k), ("V", self.format.v)):
-            if f.axis != "token" or f.resolved_group(self.head_dim, self.page_size) != self.head_dim:
-                raise FormatError(
-                    f"the Hopper kernel takes {name} quantized per token with one group of head_dim channels, "
-                    f"not axis {f.axis!r} with groups of {f.resolved_group(self.head_dim, self.page_size)}"
-                )
-        if self.heads not in range(4, MAX_HEADS + 1, 4):
-            raise FormatError(f"heads must be 4, 8, 12 or 16 (query heads per KV head, rounded up), not {self.heads}")
-        if self.q_dtype not in Q_DTYPES:
-            raise FormatError(f"q_dtype must be one of {Q_DTYPES}, not {self.q_dtype!r}")
+        check_problem("Hopper", self)
         if not isinstance(self.tile, TileConfig):
             raise TypeError(f"tile must be a foscar.TileConfig, not {type(self.tile).__name__}")
         self.check()
