@@ -49,8 +49,10 @@ def require_packages() -> None:
     missing = [spec for name, spec in PACKAGES.items() if importlib.util.find_spec(name) is None]
     if missing:
         lines = "\n".join(f"    pip install {spec}" for spec in missing)
-        sys.exit(f"The model needs packages that are not installed:\n{lines}\n"
-                 "or pass --load FILE with tensors that another machine saved with --save FILE.")
+        sys.exit(
+            f"The model needs packages that are not installed:\n{lines}\n"
+            "or pass --load FILE with tensors that another machine saved with --save FILE."
+        )
 
 
 def model_directory() -> Path:
@@ -186,8 +188,10 @@ def main() -> None:
     start = time.perf_counter()
     data = load(args.load, args.layers, args.tokens) if args.load else capture(args.layers, args.tokens)
     layers, tokens = data["k"].shape[:2]
-    print(f"{layers} layers, {tokens} tokens, queries at {data['positions'].tolist()}, "
-          f"{'loaded' if args.load else 'captured'} in {time.perf_counter() - start:.1f} s; decoding on {args.device}")
+    print(
+        f"{layers} layers, {tokens} tokens, queries at {data['positions'].tolist()}, "
+        f"{'loaded' if args.load else 'captured'} in {time.perf_counter() - start:.1f} s; decoding on {args.device}"
+    )
     if args.save:
         torch.save(data, args.save)
         print(f"wrote {args.save}, {Path(args.save).stat().st_size / 1e6:.1f} MB")
@@ -208,10 +212,12 @@ def main() -> None:
     for name in names:
         table = torch.tensor(errors[name])
         within = int((table[:, 0] <= table[:, 1]).sum())
-        print(f"{name.upper()}: mean error {table[:, 0].mean():.2e} (BF16 route {table[:, 1].mean():.2e}), at most the "
-              f"BF16 route's in {within} of {layers} layers; "
-              f"{FORMATS[name].layout(HEAD_DIM, PAGE).bytes_per_token * KV_HEADS:g} bytes per token and layer, "
-              f"BF16 {2 * 2 * HEAD_DIM * KV_HEADS}")
+        print(
+            f"{name.upper()}: mean error {table[:, 0].mean():.2e} (BF16 route {table[:, 1].mean():.2e}), at most the "
+            f"BF16 route's in {within} of {layers} layers; "
+            f"{FORMATS[name].layout(HEAD_DIM, PAGE).bytes_per_token * KV_HEADS:g} bytes per token and layer, "
+            f"BF16 {2 * 2 * HEAD_DIM * KV_HEADS}"
+        )
 
 
 if __name__ == "__main__":

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import numbers
+from collections.abc import Sequence
 
 import torch
 
 from .blackwell.config import TileConfig as BlackwellTileConfig
 from .common.cache import PagedKVCache
+from .common.formats import check_whole
+from .common.mask import spans
+from .common.options import FLOAT32_MAX, FLOAT32_MIN, AttentionOptions, Variant, check_real
 from .hopper.config import TileConfig
 from .hopper.decode import Tables
 
 Q_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 LSE_BASES = (2, "e")
 BACKENDS = ("auto", "cuda", "torch")
-FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers
 
 
 def require(ok: bool, message: str) -> None:
@@ -36,11 +40,13 @@ def check_tensors(**tensors: torch.Tensor) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
 
 
-def check_query(q: torch.Tensor, cache: PagedKVCache, batch: int) -> None:
+def check_query(q: torch.Tensor, cache: PagedKVCache, batch: int | None) -> None:
+    """``batch`` None: any number of query tokens."""
     require(q.dtype in Q_DTYPES, f"q must be bfloat16 or float16, not {q.dtype}")
+    rows, size = ("query tokens", "*") if batch is None else ("batch", batch)
     require(
-        q.ndim == 3 and q.shape[0] == batch and q.shape[2] == cache.head_dim,
-        f"q must be [batch, query heads, head_dim] = [{batch}, *, {cache.head_dim}], not {list(q.shape)}",
+        q.ndim == 3 and batch in (None, q.shape[0]) and q.shape[2] == cache.head_dim,
+        f"q must be [{rows}, query heads, head_dim] = [{size}, *, {cache.head_dim}], not {list(q.shape)}",
     )
     heads, kv = q.shape[1], cache.num_kv_heads
     require(heads > 0 and heads % kv == 0, f"{heads} query heads are not a multiple of {kv} KV heads")
@@ -58,13 +64,7 @@ def check_int32(name: str, x: torch.Tensor, ndim: int, device: torch.device) -> 
 def check_scale(sm_scale: float | None, head_dim: int) -> float:
     if sm_scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(sm_scale, bool) or not isinstance(sm_scale, numbers.Real):
-        raise TypeError(f"sm_scale must be a real number or None, not {type(sm_scale).__name__}")
-    try:
-        scale = float(sm_scale)
-    except OverflowError:
-        scale = math.inf
-    require(math.isfinite(scale) and scale > 0, f"sm_scale must be positive and finite, not {scale}")
+    scale = check_real("sm_scale", sm_scale, "a real number or None")
     # the kernel's factor is sm_scale log2(e), a float32
     fits = FLOAT32_MIN <= scale <= FLOAT32_MAX / math.log2(math.e)
     require(fits, f"sm_scale must be a normal number of float32, log2(e) times it too, not {scale}")
@@ -103,17 +103,79 @@ def check_result(name: str, x: torch.Tensor, shape: tuple, dtype: torch.dtype, d
     require(not overlaps(x), f"{name} has elements that overlap in memory: its strides are {list(x.stride())}")
 
 
-def check_pages(cache: PagedKVCache, tables: Tables) -> None:
-    """Page ids and lengths against the cache; waits for the device."""
+def check_variant(
+    options: AttentionOptions | None, q_indptr: torch.Tensor | None, max_q_len: int, batch: int, device: torch.device
+) -> Variant:
+    """What a call adds to plain attention; its sinks come with :func:`with_sinks`."""
+    if options is not None and not isinstance(options, AttentionOptions):
+        raise TypeError(f"options must be foscar.AttentionOptions or None, not {type(options).__name__}")
+    max_q_len = check_whole("max_q_len", max_q_len)
+    require(max_q_len >= 1, f"max_q_len must be 1 or more, not {max_q_len}")
+    if q_indptr is not None:
+        check_tensors(q_indptr=q_indptr)
+        check_int32("q_indptr", q_indptr, 1, device)
+        n = q_indptr.shape[0]
+        require(n == batch + 1, f"q_indptr has {n} entries for {batch} requests; it needs one more than those")
+    return Variant(options or AttentionOptions(), None, q_indptr, max_q_len)
+
+
+def with_sinks(variant: Variant, sinks: torch.Tensor | None, heads: int, device: torch.device) -> Variant:
+    """The variant with the sinks of one layer, contiguous."""
+    if sinks is None:
+        return variant
+    check_tensors(sinks=sinks)
+    require(
+        sinks.dtype == torch.float32 and tuple(sinks.shape) == (heads,),
+        f"sinks must be float32 [{heads}], a logit per query head, not {sinks.dtype} {list(sinks.shape)}",
+    )
+    require(sinks.device == device, f"sinks is on {sinks.device}, the cache on {device}")
+    return dataclasses.replace(variant, sinks=sinks.contiguous())
+
+
+def check_kernel_options(variant: Variant) -> None:
+    """Refuse what the kernels do not take yet; the torch backend takes all of it."""
+    options, plain = variant.options, AttentionOptions()
+    used = {
+        "a sliding window": options.window != plain.window,
+        "a logits soft-cap": options.soft_cap != plain.soft_cap,
+        "an output scale": options.out_scale != plain.out_scale,
+        "attention sinks": variant.sinks is not None,
+        "several query tokens per request (q_indptr)": variant.q_indptr is not None,
+    }
+    refused = ", ".join(name for name, there in used.items() if there)
+    require(not refused, f"the kernels do not take {refused} yet; backend='torch' does")
+
+
+def check_rows(q_indptr: Sequence[int], rows: int, max_q_len: int) -> None:
+    """The bounds of the requests' query rows, read from the device."""
+    ok = q_indptr[0] == 0 and q_indptr[-1] <= rows and all(a <= b for a, b in itertools.pairwise(q_indptr))
+    require(ok, f"q_indptr must ascend from 0 within the {rows} rows of q")
+    for b, (start, stop) in enumerate(itertools.pairwise(q_indptr)):
+        require(stop - start <= max_q_len, f"request {b} has {stop - start} query tokens; max_q_len is {max_q_len}")
+
+
+def check_values(q: torch.Tensor, cache: PagedKVCache, tables: Tables, variant: Variant) -> None:
+    """Lengths, page ids and query rows against q and the cache; waits for the device."""
+    bounds = None if variant.q_indptr is None else variant.q_indptr.tolist()
+    if bounds is not None:
+        check_rows(bounds, q.shape[0], variant.max_q_len)
+    check_pages(cache, tables, bounds, variant.options.window)
+
+
+def check_pages(
+    cache: PagedKVCache, tables: Tables, q_indptr: Sequence[int] | None = None, window: int | None = None
+) -> None:
+    """Lengths, and the page ids that a query looks up, against the cache; waits for the device."""
     lengths, rows = tables.lengths.tolist(), tables.pages.cpu()
     if tables.indptr is not None:
         starts = tables.indptr.tolist()
         ok = 0 <= starts[0] and starts[-1] <= len(rows) and all(a <= b for a, b in itertools.pairwise(starts))
         require(ok, f"indptr must ascend within the {len(rows)} entries of indices")
         rows = [rows[a:b] for a, b in itertools.pairwise(starts)]
+    page = cache.page_size
     for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        fits = 0 <= length <= len(row) * cache.page_size
-        require(fits, f"request {b} has {length} tokens and {len(row)} pages of {cache.page_size}")
-        used = row[: -(-length // cache.page_size)]
+        require(0 <= length <= len(row) * page, f"request {b} has {length} tokens and {len(row)} pages of {page}")
+    for span in spans(lengths, q_indptr, window):
+        used = rows[span.request][span.first // page : -(-span.stop // page)]
         bad = used[(used < 0) | (used >= cache.num_pages)].tolist()
-        require(not bad, f"request {b} uses page {bad[:1]}; the cache has pages 0 .. {cache.num_pages - 1}")
+        require(not bad, f"request {span.request} uses page {bad[:1]}; the cache has pages 0 .. {cache.num_pages - 1}")

@@ -301,7 +301,7 @@ PLAN_ERRORS = {
     "backend": ({"backend": "fa3"}, ValueError, "backend must be one of"),
     "no page size": ({"page_size": 0}, FormatError, r"page_size must be one of \(16, 32, 64, 128\), not 0"),
     "page size": ({"page_size": 48}, FormatError, "page_size must be one of"),
-    "head_dim": ({"head_dim": 96}, FormatError, r"head_dim must be one of \(64, 128, 256\), not 96"),
+    "head_dim": ({"head_dim": 72}, FormatError, r"head_dim must be one of \(64, 80, 96, 112, 128, 256\), not 72"),
     "sm_scale": ({"sm_scale": -1.0}, ValueError, "sm_scale must be positive"),
     "both tables": ({"seq_lens": int32([1])}, ValueError, "plan takes either indptr, indices, last_page_len or "),
     "part of a table": ({"indices": None}, ValueError, "plan takes either indptr, indices, last_page_len or "),

@@ -21,6 +21,7 @@ from support.inputs import (
 )
 
 from foscar.common.cache import PagedKVCache
+from foscar.common.errors import UnsupportedDeviceError
 from foscar.common.formats import PAGE_SIZES, KVFormat
 from foscar.common.quantize import dequantize, quantize
 
@@ -323,3 +324,11 @@ def test_reading_outside_the_table():
         cache.dequantize_request(int32([0]), 17)
     with pytest.raises(ValueError, match="page id"):
         cache.dequantize_request(int32([0, -1]), 17)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
+def test_a_gpu_that_is_not_there(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedDeviceError, match="^device 'cuda(:1)?' needs a GPU, and torch sees none") as e:
+        PagedKVCache(2, 16, 2, 64, device=device)
+    assert "\n" not in str(e.value)

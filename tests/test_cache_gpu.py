@@ -9,6 +9,7 @@ from support.inputs import POISON, all_formats, indptr_of, int32, make_case
 
 from foscar.common.cache import PagedKVCache
 from foscar.common.formats import KVFormat
+from foscar.common.options import AttentionOptions
 from foscar.common.reference import attention_bf16, attention_reference, decode_folded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -65,9 +66,14 @@ def test_append_in_a_cuda_graph_reads_lengths_on_the_device():
 
 
 @pytest.mark.parametrize("fmt", all_formats(groups=(None,), params=("float16",)), ids=lambda f: f.name)
+@pytest.mark.parametrize("options", [None, AttentionOptions(window=20, soft_cap=5.0, out_scale=0.5)])
 @pytest.mark.parametrize("backend", [attention_reference, attention_bf16, decode_folded])
-def test_references_agree_with_the_cpu(backend, fmt):
-    here, there = (make_case([70, 0, 13], fmt=fmt, device=device) for device in ("cpu", "cuda"))
-    for a, b in zip(backend(there.q, *there.tables), backend(here.q, *here.tables), strict=True):
+def test_references_agree_with_the_cpu(backend, options, fmt):
+    found = []
+    for device in ("cuda", "cpu"):
+        case = make_case([70, 0, 13], fmt=fmt, device=device)
+        more = {"sinks": torch.arange(8.0, device=device), "q_indptr": int32([0, 2, 2, 3], device)} if options else {}
+        found.append(backend(case.q, *case.tables, options=options, **more))
+    for a, b in zip(*found, strict=True):
         tolerance = {attention_reference: 1e-12, attention_bf16: 1e-2, decode_folded: 1e-5}[backend]
         torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance)

@@ -14,7 +14,7 @@ from support import decode_checks as checks
 from support.compare import assert_equal
 from support.decode_checks import case_for
 from support.gpu_kernels import INT2, INT2_FP16, INT4, KERNELS, LAYOUTS, LONG, MIXED, TILES, name_of, with_heads
-from support.inputs import Case, int32
+from support.inputs import Case, int32, make_case
 from support.runners import GpuRunner, mirror, mirror_cache, why_no_gpu
 
 import foscar
@@ -227,6 +227,17 @@ def test_outputs_of_any_stride():
     lse = torch.full((2, 16), float("nan"), device="cuda")[:, ::2]
     assert plan(case).run(case.q, case.cache, out=out, lse=lse) is out
     assert_same((out, lse), (want, want_lse))
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 112])
+def test_padded_head_dims(head_dim):
+    """q padded and the output cut around a kernel of head_dim 128, also into an output of strides of its own."""
+    shape = {"page_size": INT2.page_size, "head_dim": head_dim, "group_heads": INT2.heads}
+    case = on_gpu(make_case([300, 1, 0, 64], fmt=INT2.format, seed=17, **shape))
+    out, lse = foscar.decode_attention(case.q, *case.tables, return_lse=True, backend="cuda")
+    checks.assert_contract(out, lse, case)
+    wide = torch.full((*out.shape[:2], 2 * head_dim), torch.nan, dtype=out.dtype, device="cuda")[..., ::2]
+    assert_equal(foscar.decode_attention(case.q, *case.tables, out=wide, backend="cuda"), out)
 
 
 def test_no_call_waits_for_the_device():

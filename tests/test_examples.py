@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from foscar.common import jit
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -45,8 +47,26 @@ def test_bench_lists(monkeypatch, capsys, arguments):
     assert f"{arguments[0]}: expected a list such as 16" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["bench_decode", "quickstart"])
+@pytest.mark.parametrize("name", ["bench_decode", "bench_startup", "quickstart"])
 def test_help(monkeypatch, capsys, name):
     with pytest.raises(SystemExit, match="^0$"):
         run(monkeypatch, name, "--help")
     assert f"python examples/{name}.py" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(jit.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+def test_host_times_without_a_gpu(monkeypatch):
+    """Every call goes through the kernels' host code with the launch left out, and is timed."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    bench = importlib.import_module("bench_startup")
+    monkeypatch.setattr(bench, "CALLS", 2)
+    monkeypatch.setattr(bench, "REPEATS", 1)
+    launches = []
+    monkeypatch.setattr(bench._Stub, "__call__", lambda self, grid, stream: launches.append(grid))
+    with bench.stubbed_launch():
+        rows = list(bench.host_rows(bench.Step(torch.device("cpu")), lambda: None))
+    assert [name.split()[3].rstrip(",") for name, _ in rows] == [
+        "wrapper.run", "wrapper.plan", "wrapper.plan", "decode_attention", "torch.ops.foscar.decode_attention",
+        "cache.append",
+    ]  # fmt: skip
+    assert len(launches) == 3 * 3 * 2  # run, decode_attention and the operator, three times, two kernels each

@@ -32,9 +32,7 @@ def test_k_per_token(q, code, scale, bias):
     for t in range(TOKENS):
         want = sum(q[c] * (scale[t][c // 3] * code[t][c] + bias[t][c // 3]) for c in range(CHANNELS))
         got = sum(
-            fold.k_token_score(
-                sum(q[c] * code[t][c] for c in group), sum(q[c] for c in group), scale[t][g], bias[t][g]
-            )
+            fold.k_token_score(sum(q[c] * code[t][c] for c in group), sum(q[c] for c in group), scale[t][g], bias[t][g])
             for g, group in enumerate((range(3), range(3, 6)))
         )
         assert got == want

@@ -33,7 +33,7 @@ def owners(layout: RecordLayout) -> list[list]:
         token_step = 1 if f.axis == "token" else min(group, layout.page_size)
         channel_step = group if f.axis == "token" else 1
         for token in range(0, layout.page_size, token_step):
-            for channel in range(0, layout.head_dim, channel_step):
+            for channel in range(0, layout.padded_head_dim, channel_step):
                 for b in range(4):
                     claimed[param(token, channel) + b].append((name, "pair", token, channel, b))
     return claimed
@@ -114,6 +114,21 @@ def test_names_are_distinct():
     assert KVFormat.int2().name == "k2v2"
 
 
+def test_names_are_read_back():
+    for fmt in all_formats(groups=(None, 32, 64, 128, 256)):
+        assert KVFormat.parse(fmt.name) == fmt
+    assert KVFormat.parse("int2") == KVFormat.int2() and KVFormat.parse("int4") == KVFormat.int4()
+    assert KVFormat.parse("int4-bf16") == KVFormat.make(4, params="bfloat16")
+    assert KVFormat.parse("k2c16v4") == KVFormat.make(2, 4, k_axis="channel", k_group=16)
+
+
+@pytest.mark.parametrize("name", ["", "k2", "int2 ", "k2v2-fp16", "k2tv2", "kv", "K2V2", "k2v2x", "int"])
+def test_unknown_names(name):
+    with pytest.raises(FormatError, match="^a format's name is int2, int4, k4v2, ") as error:
+        KVFormat.parse(name)
+    assert str(error.value).endswith(repr(name)) and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "make, word",
     [
@@ -126,7 +141,10 @@ def test_names_are_distinct():
         (lambda: TensorFormat(2, "channel", 24), "16"),
         (lambda: TensorFormat(2, "channel", -16), "16"),
         (lambda: KVFormat.make(2, params="float32"), "params"),
-        (lambda: KVFormat.int2().layout(96, 64), "head_dim"),
+        (lambda: KVFormat.parse("int3"), "bits"),
+        (lambda: KVFormat.parse("k2t33v2"), "multiple of 32, not 33"),
+        (lambda: KVFormat.parse("k2v4c0"), "multiple of 16, not 0"),
+        (lambda: KVFormat.int2().layout(72, 64), "head_dim"),
         (lambda: KVFormat.int2().layout(128, 8), "page_size"),
         (lambda: KVFormat.make(2, k_group=96).layout(128, 64), "96"),
         (lambda: KVFormat.make(2, v_axis="channel", v_group=48).layout(128, 64), "48"),

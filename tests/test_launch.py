@@ -231,9 +231,7 @@ def test_a_kernel_is_loaded_once_per_device(driver):
 
 def test_without_cuda_python_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
-    with pytest.raises(
-        MissingDependencyError, match=r'^launching kernels needs cuda-python: pip install cuda-python$'
-    ):
+    with pytest.raises(MissingDependencyError, match=r"^launching kernels needs cuda-python: pip install cuda-python$"):
         launch.LoadedKernel(KERNEL, 0)
 
 

@@ -67,8 +67,7 @@ def test_records_follow_the_layout(layout):
     tensors = [random_values((pages * page, heads, layout.head_dim), s) for s in (1, 2)]
     formats, groups = (layout.format.k, layout.format.v), (layout.k_group, layout.v_group)
     k, v = (
-        quantize(x, f, group=g, params=layout.format.params)
-        for x, f, g in zip(tensors, formats, groups, strict=True)
+        quantize(x, f, group=g, params=layout.format.params) for x, f, g in zip(tensors, formats, groups, strict=True)
     )
     records = pack_record(layout, k, v)
     assert records.shape == (pages, heads, layout.record_bytes)

@@ -212,9 +212,9 @@ SEGMENTS = ((0, 0, 0, 0, 9, 20, 4, 0, 3, 3), (0, 1, 0, 3, 2, 20, 4, 0, 12, 2), (
 
 
 @stage("store")
-@pytest.mark.parametrize("by_item, unit", [(0, 1.0), (1, math.log(2.0))])
-def test_store(where, probe, by_item, unit):
-    """Three tiles of products and sums to outputs, partial results and the table of splits; nothing else written."""
+@pytest.mark.parametrize("unit", [1.0, math.log(2.0)])
+def test_store(where, probe, unit):
+    """Three tiles of products and sums to outputs and partial results; nothing else written."""
     config, steps, blocks, kv_heads = probe.decode, 3, len(SEGMENTS), 2
     heads, d, group = config.heads, config.head_dim, config.heads - 1
     products = randint(-(2**20), 2**22, (blocks, steps, d, config.columns), 40)
@@ -227,11 +227,10 @@ def test_store(where, probe, by_item, unit):
     out = poison(2, kv_heads * group + 1, d + 8, dtype=dtype)
     lse = poison(2, kv_heads * group, dtype=torch.float32)
     partial, partial_lse = (poison(8, group, *more, dtype=torch.float32) for more in ((d,), ()))
-    splits = poison(4, 2)
     probes.run(where, probe, blocks, work=int32(SEGMENTS), products=models.products_to_threads(products), steps=steps,
                sums=sums, out=out, out_stride=out.stride(0), out_head_stride=out.stride(1), lse=lse,
-               partial_out=partial, partial_lse=partial_lse, splits=splits, kv_heads=kv_heads, group=group,
-               lse_unit=unit, by_item=by_item)  # fmt: skip
+               partial_out=partial, partial_lse=partial_lse, kv_heads=kv_heads, group=group,
+               lse_unit=unit)  # fmt: skip
     top[3] = -math.inf
     m = top.double().amax(1, keepdim=True)
     weight = torch.where(m.isfinite(), (top - m).exp2(), 0.0)
@@ -253,41 +252,40 @@ def test_store(where, probe, by_item, unit):
         partial[slot], partial_lse[slot] = math.nan, math.nan
     for x in (out, lse, partial, partial_lse):
         assert bool(x.isnan().all()), "written where nothing belongs"
-    # Item 1, tiles 3..14 of 20 over four workers of five tiles: workers 0 to 2.
-    noted = {0: (0, 1), 1: (0, 3), 3: (3, 1)} if by_item else {0: (1, 3)}
-    assert_equal(splits, int32([noted.get(i, (POISON, POISON)) for i in range(4)]), ("entry", "value"))
 
 
 # ---------------------------------------------------------------------------------------------- combine
 @pytest.mark.parametrize("head_dim, dtype", [(64, "bfloat16"), (128, "float16")])
 @pytest.mark.parametrize("by_item", [0, 1])
 @pytest.mark.parametrize("heads_per_cta", [1, 2, 5])
-def test_combine(where, head_dim, dtype, by_item, heads_per_cta):
-    """Items of 0, 1, 2, 9 and 40 parts: whole ones stay as they are, the rest is merged from the workspace."""
+@pytest.mark.parametrize("lengths, workers", [([700, 0, 9000, 129], 60), ([700] * 9, 7), ([40 * 128], 97)])
+def test_combine(where, head_dim, dtype, by_item, heads_per_cta, lengths, workers):
+    """Items whole, in few and in many parts: whole ones stay as they are, the rest is merged from the workspace."""
     group, kv_heads, unit = 5, 2, math.log(2.0)
-    counts, workers = (2, 1, 40, 0, 9, 3), 60
-    first = [0, 1, 2, 42, 43, 52]  # worker of each item's first part; each begins where the last one ended
     parts, parts_lse = poison(2 * workers, group, head_dim, dtype=torch.float32), poison(2 * workers, group).float()
     parts_lse.fill_(math.nan)
-    splits = torch.zeros((len(counts) if by_item else workers), 2, dtype=torch.int32)
-    out = poison(3, kv_heads * group, head_dim, dtype=Q_TYPES[dtype])
-    lse = poison(3, kv_heads * group, dtype=torch.float32)
+    out = poison(len(lengths), kv_heads * group, head_dim, dtype=Q_TYPES[dtype])
+    lse = poison(len(lengths), kv_heads * group, dtype=torch.float32)
     want, want_lse = out.double(), lse.double()
-    for item, (count, worker) in enumerate(zip(counts, first, strict=True)):
-        splits[item if by_item else worker] = int32([worker if by_item else item, count])
-        if count > 1:
-            rows = [2 * worker + 1, *(2 * (worker + s) for s in range(1, count))]
-            parts[rows] = random_values((count, group, head_dim), item)
-            parts_lse[rows] = random_values((count, group), item + 10) * 3
+    items: dict[tuple[int, int], list[int]] = {}
+    for s in plan.segments(lengths, kv_heads, workers, plan.TILE_TOKENS):
+        items.setdefault((s.request, s.head), []).append(2 * s.worker + (s.tile == 0))
+    assert any(len(rows) > 1 for rows in items.values())
+    for seed, ((request, head), rows) in enumerate(items.items()):
+        if len(rows) > 1:
+            parts[rows] = random_values((len(rows), group, head_dim), seed)
+            parts_lse[rows] = random_values((len(rows), group), seed + 100) * 3
             o, log_sum = models.merge(parts_lse[rows], parts[rows])
-            mine = slice(item % kv_heads * group, (item % kv_heads + 1) * group)
-            want[item // kv_heads, mine], want_lse[item // kv_heads, mine] = o, log_sum * unit
+            mine = slice(head * group, (head + 1) * group)
+            want[request, mine], want_lse[request, mine] = o, log_sum * unit
     config = plan.CombineConfig(head_dim, dtype)
     artifact = jit.load_or_compile("hopper_combine", config, ARCH, "foscar.hopper.build:build_combine")
     values = {"out": out, "out_stride": out.stride(0), "out_head_stride": out.stride(1), "lse": lse,
-              "partial_out": parts, "partial_lse": parts_lse, "splits": splits, "kv_heads": kv_heads, "group": group,
-              "lse_unit": unit, "by_item": by_item, "heads_per_cta": heads_per_cta}  # fmt: skip
-    where(artifact, len(splits) * -(-group // heads_per_cta), {name: values[name] for name in arguments.COMBINE})
+              "partial_out": parts, "partial_lse": parts_lse, "lengths": int32(lengths), "batch": len(lengths),
+              "kv_heads": kv_heads, "group": group, "lse_unit": unit, "workers": workers, "by_item": by_item,
+              "heads_per_cta": heads_per_cta}  # fmt: skip
+    entries = len(items) if by_item else workers
+    where(artifact, entries * -(-group // heads_per_cta), {name: values[name] for name in arguments.COMBINE})
     assert_close(out, want, ROUNDING[out.dtype] * want.abs() + 32 * ULP)
     assert_close(lse, want_lse, 32 * ULP * 8)
 

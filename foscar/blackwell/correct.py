@@ -10,8 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..common import device
-from ..hopper import schedule
+from ..common import device, schedule
 from ..hopper.softmax import LOWEST
 from . import packed, pipeline, smem, store, tcgen05
 from .tmem import TensorLedger, lane_address
@@ -53,8 +52,6 @@ def correct_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
     work = schedule.start(args, Int32(0), 1, lane)
     lengths = schedule.lengths_of(args)
     request, head, tile, position, left = work.request, work.head, work.tile, work.position, work.left
-    if (warp == 0) & (lane == 0) & (args.by_item == 0):
-        store.write_split(args, work.worker, Int32(0), Int32(0))  # unless it begins an item that others finish
     count, item = Int32(0), Int32(0)
     while left > 0:
         tiles = schedule.tiles_of(lengths[request])
@@ -80,7 +77,7 @@ def correct_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
         l = [joined(room.sums + x, device.add) for x in at]  # noqa: E741
         b = [joined(room.offsets + x, device.add) for x in at]
         pipeline.arrive(barriers, "sums_empty", role, item & 1, lane)
-        store.finish(args, (m, l, b, o), work.at(request, head, tile, position, left), tiles, n, warp, lane, cfg)
+        store.finish(args, (m, l, b, o), work.at(request, head, tile, position, left), n == tiles, warp, lane, cfg)
         item = item + 1
         left = left - n
         position = position + n

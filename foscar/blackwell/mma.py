@@ -11,8 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..common import device
-from ..hopper import schedule
+from ..common import device, schedule
 from . import pipeline, smem, tcgen05
 from .config import BUFFERS, CODE_BUFFERS, TILE_TOKENS, DecodeConfig
 from .tmem import TensorLedger

@@ -16,9 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, Uint32
 
-from ..common import device
+from ..common import device, schedule
 from ..hopper import query as hopper_query
-from ..hopper import schedule
 from . import lowfloat, pipeline, smem
 from .config import ROLES
 from .tcgen05 import operand_byte

@@ -11,8 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from ..common import device, fold
-from ..hopper import schedule
+from ..common import device, fold, schedule
 from ..hopper import softmax as parts
 from . import lowfloat, packed, pipeline, smem, tcgen05
 from .config import TILE_TOKENS, DecodeConfig

@@ -18,8 +18,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from ..common import device
-from ..hopper import pv, qk, schedule
+from ..common import device, schedule
+from ..hopper import pv, qk
 from . import pipeline, tcgen05
 from .config import CODE_BUFFERS, DecodeConfig
 from .tmem import TensorLedger, lane_address

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from foscar.common.pack import TensorTable, pack_codes, param_bytes, params_from_bytes, unpack_codes
-from foscar.common.quantize import explain_bad_group, nearest_codes, param_dtype, quantize
+from foscar.common.quantize import (
+    Quantized,
+    explain_bad_group,
+    nearest_codes,
+    param_dtype,
+    quantize,
+    quantize_padded,
+)
 
 _CHUNK_ELEMENTS = 1 << 24  # of the float temporaries of token groups
 
@@ -34,6 +41,16 @@ def check_tables(device: torch.device, block_table: torch.Tensor, seq_lens: torc
         raise ValueError(f"block_table has {block_table.shape[0]} requests, seq_lens {seq_lens.shape[0]}")
 
 
+def request_positions(seq_lens: torch.Tensor, indptr: torch.Tensor | None, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(request, position) int64 [n] of the ``n`` new rows of an append."""
+    start, rows = seq_lens.long(), torch.arange(n, device=seq_lens.device)
+    if indptr is None:
+        return rows, start
+    ends = indptr.long()
+    request = torch.searchsorted(ends[1:], rows, right=True)
+    return request, start[request] + rows - ends[request]
+
+
 @dataclass(frozen=True)
 class NewTokens:
     """Where the ``n`` new tokens go.
@@ -52,27 +69,11 @@ class NewTokens:
     @classmethod
     def make(cls, cache, k, v, block_table, seq_lens, indptr) -> NewTokens:
         """Checked arguments of ``append``; the checks that would make the host wait run on the CPU only."""
-        tensors = {"k": k, "v": v, "block_table": block_table, "seq_lens": seq_lens}
-        for name, x in (tensors if indptr is None else tensors | {"indptr": indptr}).items():
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
-        _check_values(cache, k, v)
-        check_tables(cache.device, block_table, seq_lens)
-        n, batch = k.shape[0], seq_lens.shape[0]
-        start = seq_lens.long()
-        if indptr is None:
-            if n != batch:
-                raise ValueError(f"k has {n} tokens for {batch} requests: without indptr each request gets one")
-            request, position = torch.arange(n, device=cache.device), start
-        else:
-            _check_indptr(cache.device, indptr, batch, n)
-            rows = torch.arange(n, device=cache.device)
-            ends = indptr.long()
-            request = torch.searchsorted(ends[1:], rows, right=True)
-            position = start[request] + rows - ends[request]
+        check_new_values(cache, k, v, block_table, seq_lens, indptr)
+        request, position = request_positions(seq_lens, indptr, k.shape[0])
         column = position // cache.page_size
         if cache.device.type == "cpu":
-            _check_positions(cache, block_table, request, position, column)
+            check_positions(cache, block_table, request, position, column)
         page = block_table[request, column].long()
         if cache.device.type == "cpu":
             check_page_ids(cache, page, request)
@@ -102,7 +103,8 @@ def _index(data, page, offsets):
 def plan_tokens(cache, new: NewTokens, name, x, table: TensorTable, group: int, check: bool) -> list[Write]:
     """Axis "token": every token stands alone."""
     params = cache.format.params
-    q = quantize(x, table.format, group=group, params=params, check=check, name=name)
+    padded = cache.layout.padded_head_dim
+    q = quantize_padded(x, table.format, padded, group=group, params=params, check=check, name=name)
     pairs = param_bytes(q.scale, q.bias).flatten(2)
     return [
         Write(new.page, table.codes[new.slot], pack_codes(q.codes, table.format.bits)),
@@ -171,6 +173,8 @@ def _plan_segments(cache, new, name, x, table, group, check, segments) -> list[W
         group_values = values[s, is_old[s] | is_new[s], head, channel]
         raise ValueError(explain_bad_group(group_values, where, param_dtype(cache.format.params)))
 
+    q = table.padded(Quantized(codes, scale, bias), cache.layout.padded_head_dim)
+    codes, scale, bias = q.codes, q.scale, q.bias
     stored = is_new | (is_old & changed[:, None])
     s, j = stored.nonzero().unbind(1)
     page = new.block_table[request[s], position[s, j] // page_size].long()
@@ -220,7 +224,7 @@ def _read_groups(cache, new, table, request, position, first) -> _OldGroups:
     codes = unpack_codes(row_bytes, table.format.bits).unflatten(0, page.shape)
     pairs = data[_index(data, page[:, -1], table.params[slot[:, -1] // table.group].flatten(1))]
     scale, bias = params_from_bytes(pairs.unflatten(2, (-1, 4)), param_dtype(cache.format.params))
-    return _OldGroups(codes, scale, bias)
+    return _OldGroups(*(x[..., : cache.head_dim] for x in (codes, scale, bias)))
 
 
 def check_page_ids(cache, page: torch.Tensor, request: torch.Tensor) -> None:
@@ -238,7 +242,17 @@ def check_page_ids(cache, page: torch.Tensor, request: torch.Tensor) -> None:
         )
 
 
-def _check_values(cache, k, v) -> None:
+def check_new_values(cache, k, v, block_table, seq_lens, indptr) -> None:
+    """The arguments of an append, but for what would make the host wait for a device.
+
+    Raises:
+        TypeError: an argument that is no tensor.
+        ValueError: a type, shape or device that does not fit ``cache``; on the CPU also a bad ``indptr``.
+    """
+    tensors = {"k": k, "v": v, "block_table": block_table, "seq_lens": seq_lens}
+    for name, x in (tensors if indptr is None else tensors | {"indptr": indptr}).items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
     want = (cache.num_kv_heads, cache.head_dim)
     for name, x in (("k", k), ("v", v)):
         if not x.is_floating_point() or x.ndim != 3 or tuple(x.shape[1:]) != want:
@@ -250,6 +264,12 @@ def _check_values(cache, k, v) -> None:
             raise ValueError(f"{name} is on {x.device}, the cache on {cache.device}")
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"k has {k.shape[0]} tokens, v {v.shape[0]}")
+    check_tables(cache.device, block_table, seq_lens)
+    n, batch = k.shape[0], seq_lens.shape[0]
+    if indptr is not None:
+        _check_indptr(cache.device, indptr, batch, n)
+    elif n != batch:
+        raise ValueError(f"k has {n} tokens for {batch} requests: without indptr each request gets one")
 
 
 def _check_indptr(device, indptr, batch, n) -> None:
@@ -264,7 +284,7 @@ def _check_indptr(device, indptr, batch, n) -> None:
             raise ValueError(f"indptr must ascend from 0 to the {n} tokens of k, not {ends[:8]}{'...' * (batch > 7)}")
 
 
-def _check_positions(cache, block_table, request, position, column) -> None:
+def check_positions(cache, block_table, request, position, column) -> None:
     bad = ((position < 0) | (column >= block_table.shape[1])).nonzero()
     if len(bad):
         i = int(bad[0])

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 
 from foscar.common import append as _append
+from foscar.common import traced
+from foscar.common.errors import UnsupportedDeviceError
 from foscar.common.formats import KVFormat, RecordLayout, check_format, check_whole
 from foscar.common.pack import TensorTable, record_tables, unpack_tensor
 from foscar.common.quantize import Quantized, dequantize
@@ -24,7 +26,8 @@ class PagedKVCache:
     Args:
         num_pages, page_size: pages of ``page_size`` (16, 32, 64 or 128) tokens.
         num_kv_heads: KV heads, not query heads.
-        head_dim: 64, 128 or 256.
+        head_dim: 64, 128 or 256; also 80, 96 and 112, which are stored as 128 (:mod:`foscar.common.formats`) and
+            take the bytes of 128.
         format: bits, axes, groups and parameter type.
         device: where to allocate (ignored with ``data``).
         data: storage to use instead of allocating: uint8 [num_pages, num_kv_heads, record_bytes], possibly a strided
@@ -34,10 +37,12 @@ class PagedKVCache:
     Raises:
         TypeError: a format that is no KVFormat, a count that is no whole number, ``data`` that is no tensor.
         FormatError: a format, head_dim or page size that is not supported.
+        UnsupportedDeviceError: "cuda" where torch sees no GPU.
         ValueError: ``data`` of another type, shape or alignment.
 
     Attributes:
-        data, format, layout, num_pages, page_size, num_kv_heads, head_dim, device.
+        data, format, layout, num_pages, page_size, num_kv_heads, device; head_dim, the caller's, and padded_head_dim,
+        the records'.
     """
 
     def __init__(
@@ -56,11 +61,12 @@ class PagedKVCache:
         self.num_kv_heads = num_kv_heads = check_whole("num_kv_heads", num_kv_heads)
         self.head_dim = check_whole("head_dim", head_dim)
         self.layout: RecordLayout = self.format.layout(self.head_dim, self.page_size)
+        self.padded_head_dim = self.layout.padded_head_dim
         if num_pages < 0 or num_kv_heads < 1:
             raise ValueError(f"a cache needs num_pages >= 0 and num_kv_heads >= 1, not {num_pages} and {num_kv_heads}")
         shape = (num_pages, num_kv_heads, self.layout.record_bytes)
         if data is None:
-            data = torch.zeros(shape, dtype=torch.uint8, device=device)
+            data = torch.zeros(shape, dtype=torch.uint8, device=_check_device(device))
         _check_storage(data, shape)
         self.data = data
 
@@ -122,6 +128,8 @@ class PagedKVCache:
             ValueError: types, shapes or devices; on the CPU also page ids outside the cache, positions outside the
                 block table, a bad ``indptr``, and values as above.  On CUDA a bad page id stops in a device assertion.
         """
+        if torch.compiler.is_compiling():
+            return traced.append(self, k, v, block_table, seq_lens, indptr, check)
         new = _append.NewTokens.make(self, k, v, block_table, seq_lens, indptr)
         check = self.device.type == "cpu" if check is None else check
         tables = record_tables(self.layout, self.device)
@@ -135,7 +143,8 @@ class PagedKVCache:
     def read_tokens(
         self, block_table_row: torch.Tensor, start: int, stop: int, sides: str = "kv"
     ) -> tuple[Quantized, ...]:
-        """(K, V), or only the ``sides`` asked for, of one request's tokens ``start:stop`` in codes.
+        """(K, V), or only the ``sides`` asked for, of one request's tokens ``start:stop`` in codes, padding channels
+        included.
 
         Parameters of axis "channel" come per stored group (``record_tables(layout, device).k.group`` tokens, the last
         may be partial).  Rows beyond ``stop`` and page ids beyond the last page needed are not looked at.
@@ -168,7 +177,8 @@ class PagedKVCache:
         tables = record_tables(self.layout, self.device)
         k, v = self.read_tokens(block_table_row, 0, length)
         return tuple(
-            dequantize(x, table.format, group=table.group, dtype=dtype) for x, table in ((k, tables.k), (v, tables.v))
+            dequantize(x, table.format, group=table.group, dtype=dtype)[..., : self.head_dim]
+            for x, table in ((k, tables.k), (v, tables.v))
         )
 
 
@@ -176,6 +186,14 @@ def _first_tokens(x: Quantized, table: TensorTable, count: int) -> Quantized:
     """The first ``count`` tokens of whole pages, without the slack rows and the groups that hold only slack."""
     params = count if table.format.axis == "token" else -(-count // table.group)
     return Quantized(x.codes[:count], x.scale[:params], x.bias[:params])
+
+
+def _check_device(device: str | torch.device) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedDeviceError(f"device {str(device)!r} needs a GPU, and torch sees none; device='cpu' runs the "
+                                     "CPU backend")  # fmt: skip
+    return device
 
 
 def _check_storage(data: torch.Tensor, shape: tuple[int, int, int]) -> None:

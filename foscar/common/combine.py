@@ -1,12 +1,12 @@
 """Merging the parts of items that were split over workers.
 
 Each part is a normalized output with its LSE in base 2, so ``O = sum_s 2^(lse_s - lse) O_s`` and
-``lse = log2 sum_s 2^lse_s`` (the associative merge of FlashAttention's split-KV).  ``splits`` says what there is to
-merge, either per item (few items: ``splits[item] = (first worker, workers)``) or per worker (a worker begins at most
-one item that others finish: ``splits[worker] = (item, workers)``); plan.combine_grid chooses.  A CTA takes up to
-``heads_per_cta`` query heads of one entry, its warps share out heads and then parts, and CTAs with less than two parts
-to merge return at once.  The kernel follows the decode kernel on the same stream with programmatic stream
-serialization: it may start early and waits for the decode kernel's results itself.
+``lse = log2 sum_s 2^lse_s`` (the associative merge of FlashAttention's split-KV).  Who shares an item follows from the
+lengths, as in the decode kernel (schedule.py): an entry is an item where there are few, else a worker, which begins at
+most one item that others finish; plan.combine_grid chooses.  A CTA takes up to ``heads_per_cta`` query heads of one
+entry, its warps share out heads and then parts, and CTAs with less than two parts to merge return at once.  The kernel
+follows the decode kernel on the same stream with programmatic stream serialization: it starts early, reads the lengths
+(complete, or the decode kernel had not started) and then waits for the decode kernel's results itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
 
-from . import device
+from . import device, schedule
 from .plan import COMBINE_WARPS as WARPS
 
 BATCH = 8  # parts that a warp has in flight
@@ -81,9 +81,10 @@ def _join(sums: cute.Tensor, stats: cute.Tensor, channel: Int32, begin: Int32, e
 
 @cute.kernel
 def combine_kernel(out: Int64, out_stride: Int64, out_head_stride: Int64, lse: Int64, partial_out: Int64,
-                   partial_lse: Int64, splits: Int64, kv_heads: Int32, group: Int32, lse_unit: Float32, by_item: Int32,
-                   heads_per_cta: Int32, cfg: cutlass.Constexpr):  # fmt: skip
-    """Grid: entries of ``splits`` times ``ceil(group / heads_per_cta)``; other arguments as in the decode kernel."""
+                   partial_lse: Int64, lengths: Int64, batch: Int32, kv_heads: Int32, group: Int32, lse_unit: Float32,
+                   workers: Int32, by_item: Int32, heads_per_cta: Int32, cfg: cutlass.Constexpr):  # fmt: skip
+    """Grid: entries times ``ceil(group / heads_per_cta)``; ``workers``: of the decode kernel's grid; other arguments as
+    there."""
     width = cfg.head_dim // 32
     thread = cute.arch.thread_idx()[0]
     warp, lane = thread // 32, thread % 32
@@ -93,14 +94,16 @@ def combine_kernel(out: Int64, out_stride: Int64, out_head_stride: Int64, lse: I
     sums = allocator.allocate_tensor(Float32, cute.make_layout((cfg.head_dim, WARPS)), byte_alignment=16)
     stats = allocator.allocate_tensor(Float32, cute.make_layout((2, WARPS)), byte_alignment=16)
     cute.arch.griddepcontrol_launch_dependents()
+    tokens = cute.make_tensor(device.global_pointer(Int32, lengths, 4), cute.make_layout(batch))
+    request, kv_head, first, count = Int32(0), Int32(0), Int32(0), Int32(0)
+    if by_item != 0:
+        split = schedule.split_of_item(tokens, batch, kv_heads, workers, entry, lane)
+        request, kv_head, first, count = split.request, split.head, split.first, split.count
+    else:
+        split = schedule.split_of_worker(tokens, batch, kv_heads, workers, entry, lane)
+        request, kv_head, first, count = split.request, split.head, split.first, split.count
     cute.arch.griddepcontrol_wait()
-    pair = cute.make_tensor(device.global_pointer(Int32, splits + 8 * Int64(entry), 8), cute.make_layout(2))
-    other, count = pair[0], pair[1]
     if count > 1:
-        item, first = other, entry
-        if by_item != 0:
-            item, first = entry, other
-        request, kv_head = item // kv_heads, item % kv_heads
         slices = WARPS // cutlass.min(heads_per_cta, WARPS)  # warps that share one head's parts
         at_once = WARPS // slices
         end = cutlass.min((chunk + 1) * heads_per_cta, group)
@@ -133,13 +136,13 @@ def combine_kernel(out: Int64, out_stride: Int64, out_head_stride: Int64, lse: I
 
 @cute.jit
 def host(out: Int64, out_stride: Int64, out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64,
-         splits: Int64, kv_heads: Int32, group: Int32, lse_unit: Float32, by_item: Int32, heads_per_cta: Int32,
-         cfg: cutlass.Constexpr, stream):  # fmt: skip
+         lengths: Int64, batch: Int32, kv_heads: Int32, group: Int32, lse_unit: Float32, workers: Int32,
+         by_item: Int32, heads_per_cta: Int32, cfg: cutlass.Constexpr, stream):  # fmt: skip
     """Only to compile: the kernel is launched from its cubin.
 
     One CTA per SM is promised so that ptxas spends registers on loads in flight instead of on occupancy.
     """
-    combine_kernel(out, out_stride, out_head_stride, lse, partial_out, partial_lse, splits, kv_heads, group, lse_unit,
-                   by_item, heads_per_cta, cfg).launch(
+    combine_kernel(out, out_stride, out_head_stride, lse, partial_out, partial_lse, lengths, batch, kv_heads, group,
+                   lse_unit, workers, by_item, heads_per_cta, cfg).launch(
         grid=[1, 1, 1], block=[cfg.threads, 1, 1], stream=stream, min_blocks_per_mp=1
     )  # fmt: skip

@@ -9,6 +9,12 @@ Row bytes
     ``[bits * p, bits * (p + 1))``).  One mask over a 32-bit word therefore selects the same position of four
     neighbouring bytes, which is a tensor-core operand register.
 
+Padding
+    A ``head_dim`` of 80, 96 or 112 is stored as the 128 channels of ``padded_head_dim``; every size below is of those.
+    Padding channels have code 0.  They belong to no group's minimum or maximum; a group of padding channels alone has
+    a small scale and bias 0.  The query is padded with zeros and the output's padding is cut off, so they weigh
+    nothing.
+
 Record
     One contiguous record per (page, KV head)::
 
@@ -30,15 +36,22 @@ Parameters: (scale, bias) pairs of 4 bytes.
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 BITS = (2, 4)
 AXES = ("token", "channel")
 PARAM_DTYPES = ("float16", "bfloat16")
 PAGE_SIZES = (16, 32, 64, 128)
-HEAD_DIMS = (64, 128, 256)
+PADDED_HEAD_DIMS = (64, 128, 256)  # of records and kernels
+HEAD_DIMS = (64, 80, 96, 112, 128, 256)
 PARAM_BYTES = 4  # one (scale, bias) pair
+
+
+def padded_dim(head_dim: int) -> int:
+    """The channels that a record has for ``head_dim``: the smallest of ``PADDED_HEAD_DIMS`` that holds them."""
+    return min((d for d in PADDED_HEAD_DIMS if d >= head_dim), default=head_dim)
 
 
 class FormatError(ValueError):
@@ -58,7 +71,8 @@ class TensorFormat:
         bits: 2 or 4.
         axis: "token" (each token has its own parameters, one pair per group of channels) or "channel" (each channel
             has its own parameters, one pair per group of tokens).
-        group: axis "token": channels per pair (a multiple of 32 that divides head_dim; None: head_dim).
+        group: axis "token": channels per pair (None: head_dim, else a multiple of 32 that divides the padded head_dim;
+            where it does not divide head_dim, the last group is what is left).
             Axis "channel": tokens per pair (a multiple of 16 that divides or is a multiple of the page size;
             None: the page size).
     """
@@ -88,10 +102,10 @@ class TensorFormat:
         return head_dim * self.bits // 8
 
     def resolved_group(self, head_dim: int, page_size: int) -> int:
-        """The group size with None replaced by its default."""
-        if self.group is not None:
-            return self.group
-        return head_dim if self.axis == "token" else page_size
+        """The group size in a record: None replaced by its default, a group of all channels by the padded ones."""
+        if self.axis == "channel":
+            return page_size if self.group is None else self.group
+        return padded_dim(head_dim) if self.group in (None, head_dim) else self.group
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,19 @@ class KVFormat:
 
         return f"k{one(self.k)}v{one(self.v)}" + ("" if self.params == "float16" else "-bf16")
 
+    @classmethod
+    def parse(cls, name: str) -> KVFormat:
+        """The format of a :attr:`name`, or of ``int2`` (``k2v2``) and ``int4``; else a FormatError."""
+        side = r"(\d+)(?:(t(?=\d)|c)(\d*))?"  # bits, axis, group
+        found = re.fullmatch(f"k{side}v{side}(-bf16)?", re.sub(r"^int(\d+)", r"k\1v\1", name))
+        _require(found is not None, f"a format's name is int2, int4, k4v2, k2c64v2 (c: per channel; group), ..., "
+                                    f"with -bf16 for bfloat16 parameters; not {name!r}")  # fmt: skip
+        k, v = (
+            TensorFormat(int(bits), "channel" if axis == "c" else "token", int(group) if group else None)
+            for bits, axis, group in (found.group(1, 2, 3), found.group(4, 5, 6))
+        )
+        return cls(k, v, "bfloat16" if found[7] else "float16")
+
     def layout(self, head_dim: int, page_size: int) -> RecordLayout:
         return RecordLayout(self, head_dim, page_size)
 
@@ -178,6 +205,8 @@ def check_whole(name: str, value: int) -> int:
 class RecordLayout:
     """Byte positions within the record of one (page, KV head); see the module's docstring.
 
+    ``head_dim`` is the caller's, ``padded_head_dim`` the record's: channels of the methods below are of the latter.
+
     Raises:
         FormatError: unsupported head_dim, page_size or group for them.
     """
@@ -193,12 +222,26 @@ class RecordLayout:
         for name, f in (("K", self.format.k), ("V", self.format.v)):
             g = f.resolved_group(self.head_dim, self.page_size)
             if f.axis == "token":
-                _require(self.head_dim % g == 0, f"{name}: a group of {g} channels does not divide head_dim")
+                fits = self.padded_head_dim % g == 0
+                _require(fits, f"{name}: a group of {g} channels does not divide head_dim {self.padded_head_dim}")
             else:
                 fits = self.page_size % g == 0 or g % self.page_size == 0
                 _require(fits, f"{name}: a group of {g} tokens neither divides nor is a multiple of the page size")
 
     # ---- sizes and section offsets, in bytes
+    @cached_property
+    def padded_head_dim(self) -> int:
+        return padded_dim(self.head_dim)
+
+    @cached_property
+    def kernel_format(self) -> KVFormat:
+        """The format of the same record for a head_dim of ``padded_head_dim``: what a kernel is built for."""
+        if self.head_dim == self.padded_head_dim:
+            return self.format
+        whole = (f.axis == "token" and f.group == self.head_dim for f in (self.format.k, self.format.v))
+        sides = (replace(f, group=None) if w else f for f, w in zip((self.format.k, self.format.v), whole, strict=True))
+        return KVFormat(*sides, self.format.params)
+
     @property
     def k_group(self) -> int:
         return self.format.k.resolved_group(self.head_dim, self.page_size)
@@ -209,16 +252,16 @@ class RecordLayout:
 
     @property
     def k_row_bytes(self) -> int:
-        return self.format.k.row_bytes(self.head_dim)
+        return self.format.k.row_bytes(self.padded_head_dim)
 
     @property
     def v_row_bytes(self) -> int:
-        return self.format.v.row_bytes(self.head_dim)
+        return self.format.v.row_bytes(self.padded_head_dim)
 
     def _pairs(self, f: TensorFormat, group: int) -> int:
         if f.axis == "token":
-            return self.page_size * (self.head_dim // group)
-        return self.head_dim * max(1, self.page_size // group)
+            return self.page_size * (self.padded_head_dim // group)
+        return self.padded_head_dim * max(1, self.page_size // group)
 
     @cached_property
     def k_params_offset(self) -> int:
@@ -274,7 +317,7 @@ class RecordLayout:
     def _param(self, f: TensorFormat, base: int, group: int, token: int, channel: int) -> int:
         if f.axis == "token":
             return base + PARAM_BYTES * (channel // group * self.page_size + token)
-        return base + PARAM_BYTES * (token // group * self.head_dim + channel)
+        return base + PARAM_BYTES * (token // group * self.padded_head_dim + channel)
 
     def k_param(self, token: int, channel: int) -> int:
         """Offset of the (scale, bias) pair of K[token, channel]."""

@@ -227,16 +227,32 @@ def _load_or_compile(name: str, config: Any, arch: str, builder: str, key: str) 
         return artifact
 
 
+def _aot_flags(config: Any) -> str | None:
+    """The options of ``python -m foscar.aot`` that make the kernel of a config, or None where it cannot."""
+    named = {"format": "formats", "head_dim": "head-dims", "page_size": "page-sizes", "heads": "heads",
+             "q_dtype": "q-dtypes", "out_dtype": "q-dtypes"}  # fmt: skip
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    tile = values.pop("tile", None)
+    if "head_dim" not in values or not values.keys() <= named.keys():
+        return None
+    flags = [f"--{named[name]} {getattr(value, 'name', value)}" for name, value in values.items()]
+    if tile is not None:
+        changed = {knob: x for knob, x in vars(tile).items() if x != getattr(type(tile)(), knob)}
+        flags += [f"--set {knob}={x}" for knob, x in changed.items()]
+    return " ".join(flags)
+
+
 def _raise_missing(name: str, config: Any, arch: str, builder: str, stem: str) -> None:
     places = ", ".join(map(str, [*store.kernel_path(), store.cache_dir()]))
     what = f"no compiled kernel {name} for {arch} ({stem}*) in {places}"
+    flags = _aot_flags(config)
+    how = f"foscar.common.jit.export_kernel(FOLDER, {name!r}, {config!r}, {arch!r}, {builder!r})"
+    if flags is not None:
+        how = f"python -m foscar.aot --arch {arch} {flags} --out FOLDER"
+    how = f"on any machine with nvidia-cutlass-dsl (no GPU needed) run {how} and name FOLDER in FOSCAR_KERNEL_PATH"
     if not may_compile():
-        raise CompileError(
-            f"{what}, and FOSCAR_JIT=0 forbids compiling; on any machine with nvidia-cutlass-dsl (no GPU needed) run "
-            f"foscar.common.jit.export_kernel(FOLDER, {name!r}, {config!r}, {arch!r}, {builder!r}) "
-            "and name FOLDER in FOSCAR_KERNEL_PATH"
-        )
-    raise MissingDependencyError(f"{what}; compiling it needs {INSTALL_DSL}")
+        raise CompileError(f"{what}, and FOSCAR_JIT=0 forbids compiling; {how}")
+    raise MissingDependencyError(f"{what}; compiling it needs {INSTALL_DSL}; or {how}")
 
 
 def export_kernel(folder: str | Path, name: str, config: Any, arch: str, builder: str) -> Path:

@@ -124,7 +124,7 @@ def _driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as e:
-        raise MissingDependencyError('launching kernels needs cuda-python: pip install cuda-python') from e
+        raise MissingDependencyError("launching kernels needs cuda-python: pip install cuda-python") from e
     return driver
 
 

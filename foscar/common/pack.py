@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from foscar.common.formats import PARAM_BYTES, RecordLayout, TensorFormat
-from foscar.common.quantize import Quantized, param_dtype
+from foscar.common.quantize import Quantized, pad_channels, param_dtype
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -44,13 +44,17 @@ class TensorTable:
             most a page, since larger groups are repeated in each of their pages.
         codes: [page_size, row bytes].
         params: the pair's four bytes; axis "token": [page_size, channel groups, 4];
-            axis "channel": [token groups in a page, head_dim, 4].
+            axis "channel": [token groups in a page, padded_head_dim, 4].
     """
 
     format: TensorFormat
     group: int
     codes: torch.Tensor
     params: torch.Tensor
+
+    def padded(self, x: Quantized, padded_head_dim: int) -> Quantized:
+        """``x`` with the channels and the parameter pairs of a record."""
+        return pad_channels(x, padded_head_dim, self.params.shape[1])
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,13 @@ def record_tables(layout: RecordLayout, device: torch.device) -> RecordTables:
 def _table(layout, tensor_format, group, byte, param, device) -> TensorTable:
     # the layout's functions are integer arithmetic only, so they take whole numpy index grids
     tokens = np.arange(layout.page_size, dtype=np.int64)
-    row = np.arange(tensor_format.row_bytes(layout.head_dim), dtype=np.int64)
+    row = np.arange(tensor_format.row_bytes(layout.padded_head_dim), dtype=np.int64)
     codes = byte(tokens[:, None], row[None, :])
     if tensor_format.axis == "token":
-        pairs = param(tokens[:, None], np.arange(0, layout.head_dim, group, dtype=np.int64)[None, :])
+        pairs = param(tokens[:, None], np.arange(0, layout.padded_head_dim, group, dtype=np.int64)[None, :])
     else:
         group = min(group, layout.page_size)
-        pairs = param(tokens[::group, None], np.arange(layout.head_dim, dtype=np.int64)[None, :])
+        pairs = param(tokens[::group, None], np.arange(layout.padded_head_dim, dtype=np.int64)[None, :])
     params = pairs[..., None] + np.arange(PARAM_BYTES)
     return TensorTable(tensor_format, group, torch.from_numpy(codes).to(device), torch.from_numpy(params).to(device))
 
@@ -101,14 +105,15 @@ def pack_record(layout: RecordLayout, k: Quantized, v: Quantized) -> torch.Tenso
 
     Args:
         k, v: codes [pages * page_size, heads, head_dim] with the parameters of :func:`quantize` for the layout's
-            groups (token groups counted from the first token of page 0).
+            groups (token groups counted from the first token of page 0); or padded already.
 
     Raises:
         ValueError: a number of tokens that is not whole pages, or other shapes or parameters than the layout's.
     """
     tokens, heads, head_dim = k.codes.shape
     dtype = param_dtype(layout.format.params)
-    if tokens % layout.page_size or head_dim != layout.head_dim or v.codes.shape != k.codes.shape:
+    known = (layout.head_dim, layout.padded_head_dim)
+    if tokens % layout.page_size or head_dim not in known or v.codes.shape != k.codes.shape:
         raise ValueError(
             f"pack_record needs K and V codes [pages * {layout.page_size}, heads, {layout.head_dim}], "
             f"not {list(k.codes.shape)} and {list(v.codes.shape)}"
@@ -119,13 +124,14 @@ def pack_record(layout: RecordLayout, k: Quantized, v: Quantized) -> torch.Tenso
     records = torch.zeros(pages, heads, layout.record_bytes, dtype=torch.uint8, device=k.codes.device)
     tables = record_tables(layout, k.codes.device)
     for x, table, group in ((k, tables.k, layout.k_group), (v, tables.v, layout.v_group)):
+        x = table.padded(x, layout.padded_head_dim)
         rows = pack_codes(x.codes, table.format.bits)
-        records[:, :, table.codes] = rows.view(pages, layout.page_size, heads, -1).transpose(1, 2)
+        records[:, :, table.codes] = rows.view(pages, layout.page_size, heads, rows.shape[2]).transpose(1, 2)
         pairs = param_bytes(x.scale, x.bias)
         if table.format.axis == "channel" and group > layout.page_size:
             pairs = pairs.repeat_interleave(group // layout.page_size, dim=0)[:pages]
-        per_page = table.params.shape[0]
-        records[:, :, table.params] = pairs.view(pages, per_page, heads, -1, PARAM_BYTES).transpose(1, 2)
+        per_page, per_group = table.params.shape[:2]
+        records[:, :, table.params] = pairs.view(pages, per_page, heads, per_group, PARAM_BYTES).transpose(1, 2)
     return records
 
 
@@ -133,8 +139,9 @@ def unpack_tensor(layout: RecordLayout, table: TensorTable, records: torch.Tenso
     """K (``table = record_tables(..).k``) or V of records uint8 [pages, heads, record_bytes].
 
     Returns:
-        Codes [pages * page_size, heads, head_dim]; parameters [pages * page_size, heads, channel groups] (axis
-        "token") or [pages * token groups in a page, heads, head_dim] (axis "channel"), for groups of ``table.group``.
+        Codes [pages * page_size, heads, padded_head_dim]; parameters [pages * page_size, heads, channel groups] (axis
+        "token") or [pages * token groups in a page, heads, padded_head_dim] (axis "channel"), for groups of
+        ``table.group``.
     """
     heads = records.shape[1]
 

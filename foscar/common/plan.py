@@ -1,12 +1,14 @@
 """How the work of a launch is cut: the schedule's arithmetic on the host, in pure integers.
 
-The device computes the same from the lengths it reads (``hopper/schedule.py``); the host needs only sizes that do not
+The device computes the same from the lengths it reads (``schedule.py``); the host needs only sizes that do not
 depend on lengths, so a captured graph replays correctly with others.  The rest serves tests and inspection.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+TILE_TOKENS = 128  # of a stage and of a softmax step: 256 fail the numeric contract on an attention sink
 
 
 def tiles_of(length: int, tile_tokens: int) -> int:
@@ -31,13 +33,12 @@ class Workspace:
 
     partial_out: int  # float32
     partial_lse: int  # float32
-    splits: int  # int32
 
     @classmethod
     def sizes(cls, workers: int, group: int, head_dim: int) -> Workspace:
-        """Every worker shares at most two items with others; ``splits`` holds two numbers per worker."""
+        """Every worker shares at most two items with others."""
         rows = 2 * workers * group
-        return cls(rows * head_dim, rows, 2 * workers)
+        return cls(rows * head_dim, rows)
 
 
 def ranges(total: int, workers: int) -> list[tuple[int, int]]:
@@ -77,7 +78,7 @@ def combine_grid(items: int, workers: int, group: int, ctas: int) -> tuple[int, 
     return int(by_item), heads_per_cta, (items if by_item else workers) * -(-group // heads_per_cta)
 
 
-COMBINE_WARPS = 8
+COMBINE_WARPS = 16
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from foscar.common.formats import TensorFormat
 
@@ -117,6 +118,37 @@ def quantize(
     if len(parts) == 1:
         return parts[0]
     return Quantized(*(torch.cat([getattr(p, f) for p in parts]) for f in ("codes", "scale", "bias")))
+
+
+def quantize_padded(
+    x: torch.Tensor,
+    tensor_format: TensorFormat,
+    padded: int,
+    *,
+    group: int,
+    params: str | torch.dtype = torch.float16,
+    check: bool = True,
+    name: str = "x",
+) -> Quantized:
+    """:func:`quantize` with the result padded to ``padded`` channels, of which only x's are quantized.
+
+    ``group`` (axis "token") divides ``padded``; the last group that holds channels of x may hold fewer than that many.
+    """
+    head_dim = x.shape[-1] if x.ndim == 3 else 0
+    if tensor_format.axis == "token" and head_dim % group:  # repeats of one value change no minimum or maximum
+        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], -head_dim % group)], dim=-1)
+    q = quantize(x, tensor_format, group=group, params=params, check=check, name=name)
+    q = Quantized(q.codes[..., :head_dim], q.scale, q.bias)
+    return pad_channels(q, padded, padded // group if tensor_format.axis == "token" else padded)
+
+
+def pad_channels(x: Quantized, padded: int, pairs: int) -> Quantized:
+    """``x`` with padding up to ``padded`` channels (codes 0) and ``pairs`` parameter pairs (CONSTANT_SCALE, bias 0)."""
+    if x.codes.shape[-1] == padded:
+        return x
+    more = pairs - x.scale.shape[-1]
+    codes = F.pad(x.codes, (0, padded - x.codes.shape[-1]))
+    return Quantized(codes, F.pad(x.scale, (0, more), value=CONSTANT_SCALE), F.pad(x.bias, (0, more)))
 
 
 def dequantize(

@@ -1,12 +1,15 @@
 """Decode attention without a kernel: the float64 truth, the usual BF16 route, and the folded CPU backend.
 
-Shapes, for all three::
+Arguments and shapes, for all three::
 
-    q [batch, num_q_heads, head_dim]   query head h reads KV head h // (num_q_heads / num_kv_heads)
-    out [batch, num_q_heads, head_dim]   lse [batch, num_q_heads], natural logarithm of sum_t exp(sm_scale * q . k_t)
+    q [rows, num_q_heads, head_dim]      query head h reads KV head h // (num_q_heads / num_kv_heads)
+    q_indptr int32 [batch + 1], or None  request b has rows q_indptr[b] : q_indptr[b + 1]; None: row b
+    options, sinks                       see foscar.common.options, which has the formulas
+    out [rows, num_q_heads, head_dim]    lse [rows, num_q_heads], natural logarithm of the softmax denominator
 
-An empty request gives zeros and lse -inf.  Requests are computed one by one, so what one holds (NaN included) never
-reaches another; block-table entries and rows beyond a length are not read.  Any torch device works.
+A row that sees no token, or that no request has, gives zeros and an lse of -inf (with sinks: the sink's logit).
+Requests are computed one by one, so what one holds (NaN included) never reaches another; block-table entries and rows
+beyond a length are not read, nor pages before all windows of a request.  Any torch device works.
 
 The numeric contract: measured against :func:`attention_reference`, a backend's error is at most that of
 :func:`attention_bf16` on the same inputs.
@@ -20,39 +23,58 @@ import torch
 import torch.nn.functional as F
 
 from foscar.common import fold
-from foscar.common.append import check_tables
 from foscar.common.formats import TensorFormat
+from foscar.common.options import AttentionOptions
 from foscar.common.pack import record_tables
+from foscar.common.problem import Problem
 from foscar.common.quantize import Quantized, dequantize
 
 
 def attention_reference(
-    q: torch.Tensor, cache, block_table: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float | None = None
+    q: torch.Tensor,
+    cache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float | None = None,
+    *,
+    options: AttentionOptions | None = None,
+    sinks: torch.Tensor | None = None,
+    q_indptr: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 attention over the dequantized cache.
 
     Args:
         q: any float type. ``cache``: a PagedKVCache. ``block_table``: int32 [batch, max_pages].
-        seq_lens: int32 [batch]. ``sm_scale``: None: 1 / sqrt(head_dim).
+        seq_lens: int32 [batch]. ``sm_scale``: None: 1 / sqrt(head_dim). The others: see above.
 
     Returns:
         out float64, lse float64.
     """
-    return _dequantized_attention(q.double(), cache, block_table, seq_lens, sm_scale, _same, torch.float64)
+    problem = Problem.make(q.double(), cache, block_table, seq_lens, sm_scale, options, sinks, q_indptr)
+    return _dequantized_attention(problem, _same)
 
 
 def attention_bf16(
-    q: torch.Tensor, cache, block_table: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float | None = None
+    q: torch.Tensor,
+    cache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float | None = None,
+    *,
+    options: AttentionOptions | None = None,
+    sinks: torch.Tensor | None = None,
+    q_indptr: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The usual route, the baseline of the numeric contract.
 
     K and V are dequantized to BF16, Q is BF16, S is accumulated in float32, P is rounded to BF16, O is accumulated in
-    float32 and divided by the float32 sum of the unrounded P.
+    float32 and divided by the float32 sum of the unrounded P, a sink's term included.
 
     Returns:
         out float32, lse float32.
     """
-    return _dequantized_attention(_to_bf16(q), cache, block_table, seq_lens, sm_scale, _to_bf16, torch.float32)
+    problem = Problem.make(_to_bf16(q), cache, block_table, seq_lens, sm_scale, options, sinks, q_indptr)
+    return _dequantized_attention(problem, _to_bf16)
 
 
 def decode_folded(
@@ -62,37 +84,39 @@ def decode_folded(
     seq_lens: torch.Tensor,
     sm_scale: float | None = None,
     *,
+    options: AttentionOptions | None = None,
+    sinks: torch.Tensor | None = None,
+    q_indptr: torch.Tensor | None = None,
     block_tokens: int = 4096,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The CPU backend: attention from the codes, by :mod:`foscar.common.fold`, for every format.
 
     float32, with an online softmax over blocks of ``block_tokens`` tokens (rounded up to whole pages), so memory
-    does not grow with the length.
+    does not grow with the length.  A sink is where the online softmax starts: its logit the maximum, 1 the sum.
 
     Returns:
         out float32, lse float32.
     """
-    q, sm_scale, lengths, heads = _prepare(q.float(), cache, block_table, seq_lens, sm_scale)
+    problem = Problem.make(q.float(), cache, block_table, seq_lens, sm_scale, options, sinks, q_indptr)
     tables = record_tables(cache.layout, cache.device)
-    out, lse = _empty_results(q)
-    step = -(-block_tokens // cache.page_size) * cache.page_size
-    for b, length in enumerate(lengths):
-        if length == 0:
-            continue
-        maximum = torch.full(heads, -math.inf, dtype=q.dtype, device=q.device)
-        total, acc = torch.zeros_like(maximum), torch.zeros_like(q[b])
-        for start in range(0, length, step):
-            k, v = cache.read_tokens(block_table[b], start, min(start + step, length))
-            s = folded_scores(q[b], k, tables.k.format, tables.k.group) * sm_scale
+    out, lse = problem.empty_results()
+    for span in problem.spans:
+        query, sink = problem.query(span), problem.sink(span)
+        maximum = torch.full_like(query[..., 0], -math.inf) if sink is None else sink
+        total = torch.full_like(maximum, 0.0 if sink is None else 1.0)
+        acc = torch.zeros_like(query)
+        for start, stop in problem.blocks(span, block_tokens):
+            k, v = problem.read(span, start, stop)
+            s = problem.logits(span, start, folded_scores(query, k, tables.k.format, tables.k.group))
             new_maximum = torch.maximum(maximum, s.amax(-1))
-            p = torch.exp(s - new_maximum[..., None])
-            shrink = torch.exp(maximum - new_maximum)
+            shift = new_maximum.masked_fill(new_maximum == -math.inf, 0.0)  # of a row that has seen nothing yet
+            p = torch.exp(s - shift[..., None])
+            shrink = torch.exp(maximum - shift)
             total = total * shrink + p.sum(-1)
             acc = acc * shrink[..., None] + folded_output(p, v, tables.v.format, tables.v.group)
             maximum = new_maximum
-        out[b] = acc / total[..., None]
-        lse[b] = maximum + total.log()
-    return out.flatten(1, 2), lse.flatten(1, 2)
+        problem.store(out, lse, span, acc / total[..., None], maximum + total.log())
+    return problem.results(out, lse)
 
 
 def folded_scores(q: torch.Tensor, k: Quantized, tensor_format: TensorFormat, group: int) -> torch.Tensor:
@@ -158,45 +182,26 @@ def _to_bf16(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16).float()
 
 
-def _prepare(q, cache, block_table, seq_lens, sm_scale):
-    """Checked q as [batch, kv heads, group heads, head_dim], sm_scale, lengths on the host, q's head shape."""
-    check_tables(cache.device, block_table, seq_lens)
-    batch, head_dim = seq_lens.shape[0], cache.head_dim
-    if q.ndim != 3 or q.shape[0] != batch or q.shape[2] != head_dim or q.shape[1] % cache.num_kv_heads:
-        raise ValueError(f"q must be [{batch}, a multiple of {cache.num_kv_heads}, {head_dim}], not {list(q.shape)}")
-    if q.device != cache.device:
-        raise ValueError(f"q is on {q.device}, the cache on {cache.device}")
-    sm_scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
-    lengths = seq_lens.tolist()
-    heads = (cache.num_kv_heads, q.shape[1] // cache.num_kv_heads)
-    return q.unflatten(1, heads), sm_scale, lengths, heads
-
-
-def _empty_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros_like(q, memory_format=torch.contiguous_format), torch.full_like(q[..., 0], -math.inf)
-
-
-def _dequantized_attention(q, cache, block_table, seq_lens, sm_scale, rounded, dtype, block_tokens=4096):
-    """Softmax over the whole row at once; K and V dequantized in ``dtype``, then ``rounded``, block by block."""
-    q, sm_scale, lengths, _ = _prepare(q, cache, block_table, seq_lens, sm_scale)
+def _dequantized_attention(problem: Problem, rounded, block_tokens: int = 4096):
+    """Softmax over the whole row at once; K and V dequantized in q's type, then ``rounded``, block by block."""
+    cache, dtype = problem.cache, problem.q.dtype
     tables = record_tables(cache.layout, cache.device)
-    out, lse = _empty_results(q)
-    for b, length in enumerate(lengths):
-        if length == 0:
-            continue
-        blocks = [(i, min(i + block_tokens, length)) for i in range(0, length, block_tokens)]
+    out, lse = problem.empty_results()
+    for span in problem.spans:
+        query, sink, blocks = problem.query(span), problem.sink(span), problem.blocks(span, block_tokens)
 
-        def read(side, start, stop, row=block_table[b]):
+        def read(side, start, stop, span=span):
             table = getattr(tables, side)
-            (x,) = cache.read_tokens(row, start, stop, side)
+            (x,) = problem.read(span, start, stop, side)
             return rounded(dequantize(x, table.format, group=table.group, dtype=dtype))
 
-        s = torch.cat([torch.einsum("hgc,nhc->hgn", q[b], read("k", *block)) for block in blocks], dim=-1) * sm_scale
-        maximum = s.amax(-1, keepdim=True)
-        p = torch.exp(s - maximum)
-        total = p.sum(-1)
+        scores = torch.cat([torch.einsum("hgc,nhc->hgn", query, read("k", *block)) for block in blocks], dim=-1)
+        origin = blocks[0][0]
+        s = problem.logits(span, origin, scores)
+        maximum = s.amax(-1) if sink is None else torch.maximum(s.amax(-1), sink)
+        p = torch.exp(s - maximum[..., None])
+        total = p.sum(-1) if sink is None else p.sum(-1) + torch.exp(sink - maximum)
         p = rounded(p)
-        acc = sum(torch.einsum("hgn,nhc->hgc", p[..., i:j], read("v", i, j)) for i, j in blocks)
-        out[b] = acc / total[..., None]
-        lse[b] = maximum[..., 0] + total.log()
-    return out.flatten(1, 2), lse.flatten(1, 2)
+        acc = sum(torch.einsum("hgn,nhc->hgc", p[..., i - origin : j - origin], read("v", i, j)) for i, j in blocks)
+        problem.store(out, lse, span, acc / total[..., None], maximum + total.log())
+    return problem.results(out, lse)

@@ -28,6 +28,7 @@ def _file(module: str) -> Path | None:
     return Path(origin) if origin and origin.endswith(".py") else None
 
 
+@functools.cache  # parsing takes most of the time of a warm start, and the kernels share most of their files
 def _imports(module: str, path: Path) -> set[str]:
     """Modules of this package that a file names in import statements, wherever in the file."""
     found = set()

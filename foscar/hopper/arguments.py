@@ -22,17 +22,16 @@ DECODE: dict[str, str] = {
     "lse": "i64",
     "partial_out": "i64",
     "partial_lse": "i64",
-    "splits": "i64",
     "batch": "i32",
     "kv_heads": "i32",
     "group": "i32",
     "sm_scale_log2": "f32",
     "lse_unit": "f32",
-    "by_item": "i32",
 }
 
 _COMBINE_NAMES = (
-    "out", "out_stride", "out_head_stride", "lse", "partial_out", "partial_lse", "splits", "kv_heads", "group",
-    "lse_unit", "by_item",
+    "out", "out_stride", "out_head_stride", "lse", "partial_out", "partial_lse", "lengths", "batch", "kv_heads",
+    "group", "lse_unit",
 )  # fmt: skip
-COMBINE: dict[str, str] = {name: DECODE[name] for name in _COMBINE_NAMES} | {"heads_per_cta": "i32"}
+COMBINE: dict[str, str] = {name: DECODE[name] for name in _COMBINE_NAMES}
+COMBINE |= {"workers": "i32", "by_item": "i32", "heads_per_cta": "i32"}

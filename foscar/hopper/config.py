@@ -10,9 +10,9 @@ from functools import cached_property
 
 from ..common.config import ConfigError, check_problem, check_tile_fields
 from ..common.formats import KVFormat, RecordLayout
+from ..common.plan import TILE_TOKENS
 
 ARCH = "sm_90a"
-TILE_TOKENS = 128  # tokens of a stage and of a softmax step: 256 fail the numeric contract on an attention sink
 SHARED_BYTES = 227 * 1024  # of one CTA (sm_90)
 REGISTERS = 65536  # of one SM
 STATIC_BYTES = 1024  # left to alignment and barriers

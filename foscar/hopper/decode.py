@@ -39,7 +39,6 @@ class Buffers:
         size = Workspace.sizes(workers, group, head_dim)
         self.partial_out = torch.empty(size.partial_out, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(size.partial_lse, dtype=torch.float32, device=device)
-        self.splits = torch.empty(size.splits, dtype=torch.int32, device=device)
 
 
 def launch_values(
@@ -57,7 +56,8 @@ def launch_values(
     """Both kernels' parameters by name (a tensor stands for its address), and their grids, with ``ctas`` SMs."""
     batch, heads, _ = q.shape
     kv_heads, group = cache.num_kv_heads, heads // cache.num_kv_heads
-    by_item, heads_per_cta, combine_ctas = combine_grid(batch * kv_heads, ctas * config.warpgroups, group, ctas)
+    workers = ctas * config.warpgroups
+    by_item, heads_per_cta, combine_ctas = combine_grid(batch * kv_heads, workers, group, ctas)
     values = {
         "q": q,
         "q_stride": q.stride(0),
@@ -75,12 +75,12 @@ def launch_values(
         "lse": 0 if lse is None else lse,
         "partial_out": buffers.partial_out,
         "partial_lse": buffers.partial_lse,
-        "splits": buffers.splits,
         "batch": batch,
         "kv_heads": kv_heads,
         "group": group,
         "sm_scale_log2": sm_scale * math.log2(math.e),
         "lse_unit": LSE_UNITS[lse_base],
+        "workers": workers,
         "by_item": by_item,
         "heads_per_cta": heads_per_cta,
     }

@@ -5,8 +5,8 @@ Roles of one CTA (persistent, one per SM), W = math_warpgroups::
     warpgroup 0          load: warp w < W feeds math warpgroup w      (load.py; load_registers)
     warpgroups 1 .. W    math: one worker each                        (math_registers)
 
-A worker is a pair (load warp, math warpgroup) with its own range of tiles of 128 tokens (schedule.py), its own ring of
-``stages`` slots, its own running (m, l, b, O) and its own named barrier (w + 1): pairs never wait for each other.
+A worker is a pair (load warp, math warpgroup) with its own range of tiles of 128 tokens (common/schedule.py), its own
+ring of ``stages`` slots, running (m, l, b, O) and named barrier (w + 1): pairs never wait for each other.
 
 Edges::
 
@@ -37,8 +37,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from ..common import device
-from . import load, pv, qk, query, schedule, smem, softmax, store
+from ..common import device, schedule
+from . import load, pv, qk, query, smem, softmax, store
 from .config import TILE_TOKENS, DecodeConfig
 
 
@@ -62,13 +62,11 @@ class Args:
     lse: Int64  # float32 [batch, kv_heads * group], or 0
     partial_out: Int64  # float32 [2 * workers, group, head_dim]
     partial_lse: Int64  # float32 [2 * workers, group], base 2
-    splits: Int64  # int32 [entries, 2], see common/combine.py
     batch: Int32
     kv_heads: Int32
     group: Int32  # query heads per KV head
     sm_scale_log2: Float32  # sm_scale * log2(e)
     lse_unit: Float32  # 1: LSE in base 2; ln 2: natural
-    by_item: Int32  # what an entry of splits is: an item (1) or a worker (0)
 
 
 @dataclass
@@ -162,8 +160,6 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
     work = schedule.start(args, worker, cfg.warpgroups, lane)
     lengths = schedule.lengths_of(args)
     request, head, tile, position, left = work.request, work.head, work.tile, work.position, work.left
-    if (thread == 0) & (args.by_item == 0):
-        store.write_split(args, work.worker, Int32(0), Int32(0))  # unless it begins an item that others finish
     slot = Int32(0)
     phase = Int32(0)
     while left > 0:
@@ -199,7 +195,7 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
             slot = Int32(0)
             phase = phase ^ 1
         here = work.at(request, head, tile, position, left)
-        store.finish(args, state, here, tiles, n, shared, warp, lane, me.barrier, cfg)
+        store.finish(args, state, here, n == tiles, shared, warp, lane, me.barrier, cfg)
         left = left - n
         position = position + n
         tile = Int32(0)
@@ -212,13 +208,13 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
 @cute.kernel
 def decode_kernel(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64, page_stride: Int64, head_stride: Int64,
                   pages: Int64, table_stride: Int64, indptr: Int64, lengths: Int64, out: Int64, out_stride: Int64,
-                  out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64, splits: Int64,
+                  out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64,
                   batch: Int32, kv_heads: Int32, group: Int32, sm_scale_log2: Float32, lse_unit: Float32,
-                  by_item: Int32, cfg: cutlass.Constexpr):  # fmt: skip
+                  cfg: cutlass.Constexpr):  # fmt: skip
     """Raw pointers and numbers only (see :class:`Args`), so that any launcher can call it."""
     args = Args(q, q_stride, q_head_stride, cache, page_stride, head_stride, pages, table_stride, indptr, lengths, out,
-                out_stride, out_head_stride, lse, partial_out, partial_lse, splits, batch, kv_heads, group,
-                sm_scale_log2, lse_unit, by_item)  # fmt: skip
+                out_stride, out_head_stride, lse, partial_out, partial_lse, batch, kv_heads, group,
+                sm_scale_log2, lse_unit)  # fmt: skip
     thread = cute.arch.thread_idx()[0]
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     ledger = smem.allocate(cfg)
@@ -241,12 +237,12 @@ def decode_kernel(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64,
 @cute.jit
 def host(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64, page_stride: Int64, head_stride: Int64,
          pages: Int64, table_stride: Int64, indptr: Int64, lengths: Int64, out: Int64, out_stride: Int64,
-         out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64, splits: Int64,
+         out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64,
          batch: Int32, kv_heads: Int32, group: Int32, sm_scale_log2: Float32, lse_unit: Float32,
-         by_item: Int32, cfg: cutlass.Constexpr, stream):  # fmt: skip
+         cfg: cutlass.Constexpr, stream):  # fmt: skip
     """Only to compile: the kernel is launched from its cubin."""
     decode_kernel(q, q_stride, q_head_stride, cache, page_stride, head_stride, pages, table_stride, indptr, lengths,
-                  out, out_stride, out_head_stride, lse, partial_out, partial_lse, splits, batch, kv_heads, group,
-                  sm_scale_log2, lse_unit, by_item, cfg).launch(
+                  out, out_stride, out_head_stride, lse, partial_out, partial_lse, batch, kv_heads, group,
+                  sm_scale_log2, lse_unit, cfg).launch(
         grid=[1, 1, 1], block=[cfg.threads, 1, 1], stream=stream, min_blocks_per_mp=1
     )  # fmt: skip

@@ -7,8 +7,7 @@ import cutlass.cute as cute
 import cutlass.experimental.primitives.nvvm_wrapper as primitives
 from cutlass import Int32, Int64, Uint32
 
-from ..common import device
-from . import schedule
+from ..common import device, schedule
 from .config import TILE_TOKENS
 
 

@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 
 from ..common import device
-from . import pv, schedule
-from .schedule import Work
+from ..common.schedule import Work
+from . import pv
 
 
 @cute.jit
@@ -44,18 +44,37 @@ def _write(base: Int64, dtype: cutlass.Constexpr, values: list, warp: Int32, lan
 
 
 @cute.jit
-def finish(args, state, work: Work, tiles: Int32, n: Int32, shared, warp: Int32, lane: Int32, barrier: Int32,
+def write_head(args, work: Work, whole, index: Int32, out: list, lse, warp: Int32, lane: Int32,
+               cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """Head ``index`` of the group, this thread's channels: a ``whole`` item's to the outputs, else to the workspace."""
+    head = work.head * args.group + index
+    if whole:
+        address = Int64(work.request) * args.out_stride + Int64(head) * args.out_head_stride
+        dtype = BFloat16 if cutlass.const_expr(cfg.q_dtype == "bfloat16") else Float16
+        _write(args.out + 2 * address, dtype, out, warp, lane)
+        if (args.lse != Int64(0)) & (warp == 0) & (lane < 4):
+            at = 4 * (Int64(work.request) * Int64(args.kv_heads * args.group) + Int64(head))
+            target = device.global_pointer(Float32, args.lse + at, 4)
+            cute.make_tensor(target, cute.make_layout(1))[0] = lse * args.lse_unit
+    else:
+        slot = 2 * work.worker
+        if work.tile == 0:
+            slot = slot + 1
+        row = Int64(slot) * Int64(args.group) + Int64(index)
+        _write(args.partial_out + row * (4 * cfg.head_dim), Float32, out, warp, lane)
+        if (warp == 0) & (lane < 4):
+            target = device.global_pointer(Float32, args.partial_lse + row * 4, 4)
+            cute.make_tensor(target, cute.make_layout(1))[0] = lse
+
+
+@cute.jit
+def finish(args, state, work: Work, whole, shared, warp: Int32, lane: Int32, barrier: Int32,
            cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """Write the segment of ``n`` tiles that begins at ``work``; the item has ``tiles``."""
+    """Write the segment that begins at ``work``; ``whole``: it is all of its item."""
     nh = cfg.heads_per_thread
     blocks = cfg.head_dim // 32
     _warp_sums(state, shared, warp, lane, barrier, cfg)
     factors = pv.position_factors(cfg, warp)
-    whole = n == tiles
-    query_heads = args.kv_heads * args.group
-    slot = 2 * work.worker
-    if work.tile == 0:
-        slot = slot + 1
     for j in cutlass.range_constexpr(nh):
         index = lane % 4 + 4 * j
         if index < args.group:
@@ -65,43 +84,4 @@ def finish(args, state, work: Work, tiles: Int32, n: Int32, shared, warp: Int32,
                 device.fma(state.o[r * nh + j], factors[r] * Float32(1.0 / pv.PROB_TOP), state.b[j]) * inverse
                 for r in range(blocks)
             ]
-            lse = state.m[j] + device.log2(state.l[j])
-            head = work.head * args.group + index
-            if whole:
-                address = Int64(work.request) * args.out_stride + Int64(head) * args.out_head_stride
-                dtype = BFloat16 if cutlass.const_expr(cfg.q_dtype == "bfloat16") else Float16
-                _write(args.out + 2 * address, dtype, out, warp, lane)
-                if (args.lse != Int64(0)) & (warp == 0) & (lane < 4):
-                    at = 4 * (Int64(work.request) * Int64(query_heads) + Int64(head))
-                    target = device.global_pointer(Float32, args.lse + at, 4)
-                    cute.make_tensor(target, cute.make_layout(1))[0] = lse * args.lse_unit
-            else:
-                row = Int64(slot) * Int64(args.group) + Int64(index)
-                _write(args.partial_out + row * (4 * cfg.head_dim), Float32, out, warp, lane)
-                if (warp == 0) & (lane < 4):
-                    target = device.global_pointer(Float32, args.partial_lse + row * 4, 4)
-                    cute.make_tensor(target, cute.make_layout(1))[0] = lse
-    if (work.tile == 0) & (warp == 0) & (lane == 0):
-        _note_split(args, work, tiles, n)
-
-
-@cute.jit
-def _note_split(args, work: Work, tiles: Int32, n: Int32) -> None:
-    """For the combine, by the worker that holds an item's first tile: the workers that finish it together."""
-    item = work.request * args.kv_heads + work.head
-    if n != tiles:
-        workers = schedule.worker_of(work, work.position + tiles - 1) - work.worker + 1
-        if args.by_item != 0:
-            write_split(args, item, work.worker, workers)
-        else:
-            write_split(args, work.worker, item, workers)
-    elif args.by_item != 0:
-        write_split(args, item, work.worker, Int32(1))
-
-
-@cute.jit
-def write_split(args, entry: Int32, value: Int32, workers: Int32) -> None:
-    """One entry of ``splits`` (see common/combine.py), by one thread."""
-    pair = cute.make_tensor(device.global_pointer(Int32, args.splits + 8 * Int64(entry), 8), cute.make_layout(2))
-    pair[0] = value
-    pair[1] = workers
+            write_head(args, work, whole, index, out, state.m[j] + device.log2(state.l[j]), warp, lane, cfg)

@@ -32,8 +32,10 @@ def error_report(got: torch.Tensor, want: torch.Tensor, names: tuple[str, ...] =
         ("infinity", (got.isinf() | want.isinf()) & ~same & ~got.isnan() & ~want.isnan()),
     ):
         if mismatch.any():
-            lines.append(f"{kind} in {int(mismatch.sum())} elements of one side only, first at "
-                         + at(int(mismatch.flatten().nonzero()[0])))
+            lines.append(
+                f"{kind} in {int(mismatch.sum())} elements of one side only, first at "
+                + at(int(mismatch.flatten().nonzero()[0]))
+            )
     finite = got.isfinite() & want.isfinite()
     difference = torch.where(finite, (got - want).abs(), torch.zeros_like(got))
     if difference.numel() and difference.max() > 0:

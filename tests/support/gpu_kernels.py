@@ -7,12 +7,13 @@ fills FOLDER (for ``FOSCAR_KERNEL_PATH`` on a GPU machine without the DSL); need
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import torch
 
-from foscar.common import jit
+from foscar import aot
 from foscar.common.cache import PagedKVCache
 from foscar.common.formats import KVFormat
 from foscar.hopper.config import ARCH, DecodeConfig, TileConfig
@@ -104,10 +105,8 @@ def jobs() -> list[tuple[str, object, str]]:
 
 
 def main(folder: str) -> None:
-    work = jobs()
-    for name, config, builder in work:
-        print(jit.export_kernel(folder, name, config, ARCH, builder).name, flush=True)
-    print(f"{len(work)} kernels in {folder}")
+    work = [aot.Job(name, config, ARCH, builder) for name, config, builder in jobs()]
+    print(f"{folder}: {aot.build(folder, work, len(os.sched_getaffinity(0)), lambda line: print(line, flush=True))}")
 
 
 if __name__ == "__main__":

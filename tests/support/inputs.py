@@ -128,7 +128,7 @@ def live_bytes(layout: RecordLayout, first: int, stop: int) -> torch.Tensor:
         for byte, param, row_bytes, f, group in sides:
             for i in range(row_bytes):
                 live[byte(token, i)] = True
-            for channel in range(0, layout.head_dim, group if f.axis == "token" else 1):
+            for channel in range(0, layout.padded_head_dim, group if f.axis == "token" else 1):
                 at = param(token, channel)
                 live[at : at + 4] = True
     return live

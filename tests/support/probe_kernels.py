@@ -11,10 +11,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
-from foscar.common import device
+from foscar.common import device, schedule
 from foscar.common.artifact import Artifact
 from foscar.common.jit import compile_jit
-from foscar.hopper import arguments, kernel, load, pv, qk, query, schedule, smem, softmax, store
+from foscar.hopper import arguments, kernel, load, pv, qk, query, smem, softmax, store
 from foscar.hopper.config import TILE_TOKENS
 
 from .probes import MARK, PARAMETERS, WORK, ProbeConfig
@@ -222,13 +222,12 @@ def values_kernel(tiles: Int64, probs: Int64, products: Int64, cfg: cutlass.Cons
 
 @cute.kernel
 def store_kernel(work: Int64, products: Int64, sums: Int64, steps: Int32, out: Int64, out_stride: Int64,
-                 out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64, splits: Int64,
-                 kv_heads: Int32, group: Int32, lse_unit: Float32, by_item: Int32,
-                 cfg: cutlass.Constexpr):  # fmt: skip
+                 out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64,
+                 kv_heads: Int32, group: Int32, lse_unit: Float32, cfg: cutlass.Constexpr):  # fmt: skip
     """A block per segment ``work[block]``: ``steps`` tiles ``[block][step][thread]`` promoted, then stored."""
     args = arguments_of(
         out=out, out_stride=out_stride, out_head_stride=out_head_stride, lse=lse, partial_out=partial_out,
-        partial_lse=partial_lse, splits=splits, kv_heads=kv_heads, group=group, lse_unit=lse_unit, by_item=by_item,
+        partial_lse=partial_lse, kv_heads=kv_heads, group=group, lse_unit=lse_unit,
     )  # fmt: skip
     thread, block, shared, me, _ = place(cfg)
     nh, size = cfg.heads_per_thread, 2 * cfg.heads_per_thread * cfg.head_dim // 32
@@ -242,7 +241,7 @@ def store_kernel(work: Int64, products: Int64, sums: Int64, steps: Int32, out: I
     fields = words_at(work + Int64(block) * (4 * len(WORK)), len(WORK), Int32)
     values = [fields[i] for i in range(len(WORK))]
     here, tiles, n = schedule.Work(*values[:-2]), values[-2], values[-1]
-    store.finish(args, state, here, tiles, n, shared, me.warp, me.lane, me.barrier, cfg)
+    store.finish(args, state, here, n == tiles, shared, me.warp, me.lane, me.barrier, cfg)
 
 
 KERNELS = {

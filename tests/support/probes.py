@@ -39,8 +39,8 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "values": {"tiles": "i64", "probs": "i64", "products": "i64"},
     "store": {
         "work": "i64", "products": "i64", "sums": "i64", "steps": "i32", "out": "i64", "out_stride": "i64",
-        "out_head_stride": "i64", "lse": "i64", "partial_out": "i64", "partial_lse": "i64", "splits": "i64",
-        "kv_heads": "i32", "group": "i32", "lse_unit": "f32", "by_item": "i32",
+        "out_head_stride": "i64", "lse": "i64", "partial_out": "i64", "partial_lse": "i64",
+        "kv_heads": "i32", "group": "i32", "lse_unit": "f32",
     },
 }  # fmt: skip
 

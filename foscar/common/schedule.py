@@ -4,6 +4,7 @@ An *item* is one (request, KV head); it has ``max(1, ceil(length / TILE_TOKENS))
 visited too.  All tiles, request-major, head-minor, form one line of ``total`` tiles, cut into ``workers`` equal
 ranges: worker ``i`` takes ``[total * i // workers, total * (i + 1) // workers)`` (:func:`bound`).  A worker is one math
 warpgroup and its load warp; both walk the same range, so they need no messages about it.
+A worker shares at most two items with others; which, the combine finds from the same lengths (:func:`split_of_item`).
 
 ``plan.py`` states the same arithmetic on the host for workspace sizes and tests.
 """
@@ -16,8 +17,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..common import device
-from .config import TILE_TOKENS
+from . import device
+from .plan import TILE_TOKENS
 
 TILE_SHIFT = TILE_TOKENS.bit_length() - 1
 
@@ -48,11 +49,17 @@ def tiles_of(length) -> Int32:
 
 
 @cute.jit
-def _total_tiles(lengths: cute.Tensor, batch: Int32, lane: Int32) -> Int32:
+def _total_tiles(lengths: cute.Tensor, batch: Int32, lane: Int32, request: Int32):
+    """Tiles of one head's line: all, and those before ``request``."""
     total = Int32(0)
+    before = Int32(0)
     for i in cutlass.range(lane, batch, 32, unroll=1):
-        total = total + tiles_of(lengths[i])
-    return device.butterfly(device.add, total, (1, 2, 4, 8, 16))
+        tiles = tiles_of(lengths[i])
+        total = total + tiles
+        if i < request:
+            before = before + tiles
+    lanes = (1, 2, 4, 8, 16)
+    return device.butterfly(device.add, total, lanes), device.butterfly(device.add, before, lanes)
 
 
 @cute.jit
@@ -86,12 +93,12 @@ def bound(total, workers, i) -> Int32:
 
 
 @cute.jit
-def worker_of(work: Work, tile: Int32) -> Int32:
+def worker_of(total: Int32, workers: Int32, tile: Int32) -> Int32:
     """The worker that takes tile ``tile`` of the line: an estimate, then steps to the exact one."""
-    guess = Int32(Float32(tile) * Float32(work.workers) / Float32(work.total))
-    while bound(work.total, work.workers, guess) > tile:
+    guess = Int32(Float32(tile) * Float32(workers) / Float32(total))
+    while bound(total, workers, guess) > tile:
         guess = guess - 1
-    while bound(work.total, work.workers, guess + 1) <= tile:
+    while bound(total, workers, guess + 1) <= tile:
         guess = guess + 1
     return guess
 
@@ -102,7 +109,7 @@ def start(args, local: Int32, per_cta: cutlass.Constexpr, lane: Int32) -> Work:
     cta = cute.arch.block_idx()[0]
     ctas = cute.arch.grid_dim()[0]
     lengths = lengths_of(args)
-    total = _total_tiles(lengths, args.batch, lane) * args.kv_heads
+    total = _total_tiles(lengths, args.batch, lane, Int32(0))[0] * args.kv_heads
     workers = cutlass.min(ctas * per_cta, total)
     # Neighbours share a CTA, so that every SM gets the same bytes; where not every worker has a tile, CTAs come first.
     worker = cta * per_cta + local
@@ -117,3 +124,43 @@ def start(args, local: Int32, per_cta: cutlass.Constexpr, lane: Int32) -> Work:
     inside = begin - before * args.kv_heads
     tiles = tiles_of(lengths[request])
     return Work(request, inside // tiles, inside % tiles, begin, left, total, workers, worker)
+
+
+@dataclass
+class Split:
+    """An item that several workers share."""
+
+    request: Int32
+    head: Int32
+    first: Int32  # worker, the one that takes the item's first tile
+    count: Int32  # workers, that one and the following; less than 2: nothing to merge
+
+
+@cute.jit
+def split_of_item(lengths: cute.Tensor, batch: Int32, kv_heads: Int32, most: Int32, item: Int32, lane: Int32) -> Split:
+    """Who shares ``item`` (request * kv_heads + KV head) where up to ``most`` workers take part; by one warp."""
+    request, head = item // kv_heads, item % kv_heads
+    line, before = _total_tiles(lengths, batch, lane, request)
+    total, tiles = line * kv_heads, tiles_of(lengths[request])
+    workers = cutlass.min(most, total)
+    begin = before * kv_heads + head * tiles
+    first = worker_of(total, workers, begin)
+    return Split(request, head, first, worker_of(total, workers, begin + tiles - 1) - first + 1)
+
+
+@cute.jit
+def split_of_worker(lengths: cute.Tensor, batch: Int32, kv_heads: Int32, most: Int32, worker: Int32,
+                    lane: Int32) -> Split:  # fmt: skip
+    """The item that ``worker`` begins and others finish (it is the last of its range); by one warp."""
+    total = _total_tiles(lengths, batch, lane, Int32(0))[0] * kv_heads
+    workers = cutlass.min(most, total)
+    place = cutlass.min(worker, workers - 1)
+    end = bound(total, workers, place + 1)
+    request, before = _find_request(lengths, batch, lane, (end - 1) // kv_heads)
+    tiles = tiles_of(lengths[request])
+    head = (end - 1 - before * kv_heads) // tiles
+    begin = before * kv_heads + head * tiles
+    count = worker_of(total, workers, begin + tiles - 1) - place + 1
+    if (worker >= workers) | (begin < bound(total, workers, place)):
+        count = Int32(0)
+    return Split(request, head, place, count)
