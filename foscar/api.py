@@ -118,6 +118,12 @@ def _decode_folded(q, cache, tables, sm_scale, out, lse, lse_base, variant):
         lse[:rows].copy_(log_sum[:rows] if lse_base == "e" else log_sum[:rows] / math.log(2.0))
 
 
+def is_direct(q: torch.Tensor, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None) -> bool:
+    """Whether the kernels can take these tensors themselves, without a copy of one."""
+    fits = out.stride(2) == 1 and cache.padded_head_dim == cache.head_dim
+    return fits and _readable(q) is q and (lse is None or lse.is_contiguous())
+
+
 @torch.no_grad()
 def decode_into(q, cache, tables, sm_scale, out, lse, lse_base, kernels, buffers, variant):
     """Checked arguments to results; ``lse`` is a tensor to fill or None, ``kernels`` None for the torch backend."""

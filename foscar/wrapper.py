@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .api import decode_into, kernels_for, make_results
+from .api import decode_into, is_direct, kernels_for, make_results
 from .checks import (
     BACKENDS,
     Q_DTYPES,
@@ -25,6 +25,7 @@ from .common.formats import KVFormat, check_format, check_whole
 from .common.options import DEFAULT_Q_LEN, AttentionOptions
 from .hopper.config import TileConfig
 from .hopper.decode import Buffers, HopperDecode, Tables
+from .replay import Replay
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -57,6 +58,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._tables: Tables | None = None
         self._lengths: dict[tuple[int, torch.device], torch.Tensor] = {}  # derived ones, where graphs read them
         self._buffers: dict[tuple, Buffers] = {}
+        self._replay: Replay | None = None  # of the plan's first run
 
     def plan(
         self,
@@ -132,6 +134,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._tables = self._in_place(tables)
         self._expected = (layout, num_kv_heads, num_qo_heads, q_data_type)
         self._settings, self._batch, self._variant = settings, batch, variant
+        self._replay = None
 
     @staticmethod
     def _dense(block_table, seq_lens, device) -> Tables:
@@ -201,8 +204,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
         Returns:
             out, or (out, lse) with ``return_lse``; see :func:`foscar.decode_attention`.
         """
+        wants_lse = return_lse or lse is not None
+        if self._replay is not None and sinks is None and self._replay.fits(q, cache, out, lse, wants_lse):
+            out, lse = self._replay(q, cache, out, lse)
+            return (out, lse) if return_lse else out
         require(self._tables is not None, "call plan before run")
         check_types(cache, q=q)
+        given = (out, lse)
         layout, kv_heads, heads, dtype = self._expected
         check_query(q, cache, None if self._variant.q_indptr is not None else self._batch)
         if cache.layout != layout or cache.num_kv_heads != kv_heads:
@@ -222,4 +230,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         kernels = kernels_for(backend, cache, self._batch, heads, dtype, tile, variant)
         buffers = kernels and self._workspace(kernels, heads // kv_heads)
         decode_into(q, cache, self._tables, scale, out, lse, lse_base, kernels, buffers, variant)
+        if kernels is not None and sinks is None and q.device.type == "cuda" and is_direct(q, cache, out, lse):
+            bound = kernels.bind(q, cache, self._tables, out, lse, buffers, scale, lse_base)
+            self._replay = Replay(q, cache, *given, lse, bound)
         return (out, lse) if return_lse else out

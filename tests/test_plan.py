@@ -126,6 +126,8 @@ def test_the_worker_of_an_items_last_tile(lengths, kv_heads, workers):
     for item, parts in by_item(plan).items():
         end = position + items[item]
         assert (end * taking_part - 1) // total == parts[-1].worker
+        for worker in range(taking_part) if taking_part < 50 else ():
+            assert (ranges(total, workers)[worker][0] < end) == (total * worker < end * taking_part)
         position = end
 
 

@@ -37,11 +37,11 @@ class BlackwellDecode(HopperDecode):
         assert arch in ARCHS
         self.config, self.device = config, device
         self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
-        self._launches = []
+        self.launches = []
         for name, part, builder, parameters in kernels(config):
             loaded = load_kernel(jit.load_or_compile(name, part, arch, builder), device.index)
-            self._launches.append((loaded.prepare([0] * len(parameters), pdl=True), parameters))
-        self._lock = threading.Lock()
+            self.launches.append((loaded.prepare([0] * len(parameters), pdl=True), list(parameters)))
+        self.lock = threading.Lock()
 
 
 @functools.cache

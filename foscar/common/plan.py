@@ -78,7 +78,7 @@ def combine_grid(items: int, workers: int, group: int, ctas: int) -> tuple[int, 
     return int(by_item), heads_per_cta, (items if by_item else workers) * -(-group // heads_per_cta)
 
 
-COMBINE_WARPS = 16
+COMBINE_WARPS = 8
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from . import device
 from .plan import TILE_TOKENS
@@ -94,11 +94,15 @@ def bound(total, workers, i) -> Int32:
 
 @cute.jit
 def worker_of(total: Int32, workers: Int32, tile: Int32) -> Int32:
-    """The worker that takes tile ``tile`` of the line: an estimate, then steps to the exact one."""
+    """The worker that takes tile ``tile`` of the line: an estimate, then steps to the exact one.
+
+    Worker ``i`` begins at or before the tile if ``total * i < (tile + 1) * workers``: products instead of divisions.
+    """
+    end = Int64(tile + 1) * Int64(workers)
     guess = Int32(Float32(tile) * Float32(workers) / Float32(total))
-    while bound(total, workers, guess) > tile:
+    while Int64(total) * Int64(guess) >= end:
         guess = guess - 1
-    while bound(total, workers, guess + 1) <= tile:
+    while Int64(total) * Int64(guess + 1) < end:
         guess = guess + 1
     return guess
 

@@ -17,6 +17,7 @@ from . import arguments
 from .config import ARCH, DecodeConfig
 
 BUILD = f"{__package__}.build"
+ADDRESSES = ("q", "cache", "out", "lse")  # what differs between the calls of one plan
 LSE_UNITS = {2: 1.0, "e": math.log(2.0)}
 
 
@@ -96,23 +97,46 @@ def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConf
     )
 
 
+class Bound:
+    """One call's launches: every parameter but four addresses is fixed."""
+
+    def __init__(self, owner: HopperDecode, values: dict[str, torch.Tensor | int | float], grids: tuple[int, ...]):
+        numbers = {k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        self._owner, self._keep = owner, values
+        self._launches = []
+        for (launch, parameters), grid in zip(owner.launches, grids, strict=True):
+            places = [(parameters.index(name), i) for i, name in enumerate(ADDRESSES) if name in parameters]
+            self._launches.append((launch, grid, [numbers[name] for name in parameters], places))
+
+    def __call__(self, q: torch.Tensor, data: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Launch on the device's current stream; ``data`` is the cache's storage."""
+        addresses = (q.data_ptr(), data.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr())
+        stream = torch.cuda.current_stream(self._owner.device).cuda_stream
+        with self._owner.lock:
+            for launch, grid, numbers, places in self._launches:
+                for place, i in places:
+                    numbers[place] = addresses[i]
+                launch.update(numbers)
+                launch(grid, stream)
+
+
 class HopperDecode:
     """Both kernels of a config on one device, ready to launch; thread-safe."""
 
     def __init__(self, config: DecodeConfig, device: torch.device):
         self.config, self.device = config, device
         self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
-        self._launches = []
+        self.launches = []
         for name, part, builder, parameters in kernels(config):
             loaded = load_kernel(jit.load_or_compile(name, part, ARCH, builder), device.index)
-            self._launches.append((loaded.prepare([0] * len(parameters), pdl=True), parameters))
-        self._lock = threading.Lock()
+            self.launches.append((loaded.prepare([0] * len(parameters), pdl=True), list(parameters)))
+        self.lock = threading.Lock()  # the launches' parameter buffers are shared
 
     def buffers(self, group: int) -> Buffers:
         """A workspace for ``group`` query heads per KV head."""
         return Buffers(self.device, self.ctas * self.config.warpgroups, group, self.config.head_dim)
 
-    def __call__(
+    def bind(
         self,
         q: torch.Tensor,
         cache: PagedKVCache,
@@ -122,15 +146,17 @@ class HopperDecode:
         buffers: Buffers,
         sm_scale: float,
         lse_base: int | str,
+    ) -> Bound:
+        """The launches of a call whose arguments are checked already (api.py)."""
+        return Bound(
+            self, *launch_values(self.config, self.ctas, q, cache, tables, out, lse, buffers, sm_scale, lse_base)
+        )
+
+    def __call__(
+        self, q: torch.Tensor, cache: PagedKVCache, tables: Tables, out: torch.Tensor, lse: torch.Tensor | None, *rest
     ) -> None:
-        """Launch on the device's current stream; everything is checked already (api.py)."""
-        values, grids = launch_values(self.config, self.ctas, q, cache, tables, out, lse, buffers, sm_scale, lse_base)
-        values = {k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        with self._lock:
-            for (launch, parameters), grid in zip(self._launches, grids, strict=True):
-                launch.update([values[name] for name in parameters])
-                launch(grid, stream)
+        """:meth:`bind`, and launch."""
+        self.bind(q, cache, tables, out, lse, *rest)(q, cache.data, out, lse)
 
 
 @functools.cache
