@@ -1,7 +1,8 @@
 """Decode attention over packed caches against BF16 and FP8 peers, cold cache, one table.
 
     python examples/bench_decode.py
-    python examples/bench_decode.py --shapes 16x16384,1x131072 --heads 32:8 --formats int2,k2v4 --set kv_stages=3
+    python examples/bench_decode.py --grid --json bench.json
+    python examples/bench_decode.py --shapes 16x16384,63x512+1x131072 --heads 32:8 --formats int2,k2v4 --set kv_stages=3
 
 Every kernel reads copies of its cache in turn, so that no byte is still in L2 when it is read again.  A call's time is
 that of a CUDA-graph replay divided by the calls in it; the table shows the median over replays, the bytes of K and V
@@ -25,6 +26,7 @@ from importlib import metadata
 
 import bench_support as bs
 import torch
+from bench_table import show, summary
 
 import foscar
 from foscar.common.launch import device_arch
@@ -38,6 +40,10 @@ PEERS: dict[str, Callable[[bs.Problem], bs.Bench]] = {
     "sdpa-flash-bf16": lambda p: bs.sdpa_bench(p, "FLASH_ATTENTION"),
     "trtllm-xqa-fp8": bs.xqa_bench,
 }
+
+
+GRID_HEADS = "32:8,40:8,64:8,8:1"
+GRID_SHAPES = "1x32768,1x131072,4x32768,8x32768,16x16384,32x8192,64x8192,128x4096,64x32768"
 
 
 class Lost(RuntimeError):
@@ -83,7 +89,7 @@ def check_tile(tile: foscar.TileConfig, formats: dict[str, foscar.KVFormat], arg
 
 
 def pairs(separator: str) -> Callable[[str], list[tuple[int, int]]]:
-    """A parser of "16x16384,1x131072" and the like."""
+    """A parser of "32:8,8:1" and the like."""
 
     def parse(text: str) -> list[tuple[int, int]]:
         found = [re.fullmatch(rf"([1-9]\d*){separator}([1-9]\d*)", part) for part in text.split(",")]
@@ -94,18 +100,35 @@ def pairs(separator: str) -> Callable[[str], list[tuple[int, int]]]:
     return parse
 
 
+def batches(text: str) -> list[tuple[int, ...]]:
+    """The lengths of every batch of "16x16384,63x512+1x131072"."""
+    parts = [pairs("x")(part.replace("+", ",")) for part in text.split(",")]
+    return [tuple(n for count, n in part for _ in range(count)) for part in parts]
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=pairs("x"), default="16x16384,1x131072,64x8192", help="batch x length, ...")
+    parser.add_argument(
+        "--shapes", type=batches, default="16x16384,1x131072,64x8192", help="batch x length [+ ...], ..."
+    )
     parser.add_argument("--heads", type=pairs(":"), default="32:8", help="query heads : KV heads, ...")
+    parser.add_argument(
+        "--grid", action="store_true", help="instead of shapes and heads: the 36 of docs/performance.md"
+    )
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--formats", default="int2,int4,k2v4", help="int2, int4, k2v4, k4v2")
-    parser.add_argument("--peers", default=",".join(PEERS), help="which peers, or none")
+    parser.add_argument("--peers", nargs="?", const=",".join(PEERS), default=",".join(PEERS), help="which, or none")
     parser.add_argument("--reps", type=int, default=20, help="graph replays per row")
+    parser.add_argument(
+        "--sustain", type=float, default=0, metavar="SECONDS", help="also replay for so long: GB/s then"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="override the tile config")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.grid:
+        args.shapes, args.heads = batches(GRID_SHAPES), pairs(":")(GRID_HEADS)
+    return args
 
 
 def errors(bench: bs.Bench, batch: int) -> dict[str, float]:
@@ -119,8 +142,11 @@ def errors(bench: bs.Bench, batch: int) -> dict[str, float]:
     return result
 
 
-def measure(bench: bs.Bench, reps: int) -> dict[str, float]:
-    """Median, fastest and slowest microseconds of a call, from ``reps`` replays of a graph that walks the copies."""
+def measure(bench: bs.Bench, reps: int, sustain: float = 0) -> dict[str, float]:
+    """Median, fastest and slowest microseconds of a call, from ``reps`` replays of a graph that walks the copies.
+
+    ``sustain``: then so many seconds of replays, as ``us_sustained``: the clock falls under a steady load.
+    """
     per_graph = len(bench.calls) * -(-16 // len(bench.calls))  # the gap between replays is shared by 16 calls or more
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -140,10 +166,19 @@ def measure(bench: bs.Bench, reps: int) -> dict[str, float]:
         mark.record()
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) * 1e3 / per_graph for a, b in zip(marks, marks[1:], strict=False)]
-    return {"us": statistics.median(times), "us_min": min(times), "us_max": max(times), "copies": len(bench.calls)}
+    found = {"us": statistics.median(times), "us_min": min(times), "us_max": max(times), "copies": len(bench.calls)}
+    if sustain:
+        replays = max(1, round(sustain * 1e6 / (found["us"] * per_graph)))
+        marks[0].record()
+        for _ in range(replays):
+            graph.replay()
+        marks[1].record()
+        torch.cuda.synchronize()
+        found["us_sustained"] = marks[0].elapsed_time(marks[1]) * 1e3 / replays / per_graph
+    return found
 
 
-def row_of(name: str, make: Callable[[], bs.Bench], problem: bs.Problem, reps: int) -> dict:
+def row_of(name: str, make: Callable[[], bs.Bench], problem: bs.Problem, reps: int, sustain: float = 0) -> dict:
     """Measure one row; whatever goes wrong ends up in it.
 
     Raises:
@@ -155,8 +190,10 @@ def row_of(name: str, make: Callable[[], bs.Bench], problem: bs.Problem, reps: i
         row["bytes"] = bench.nbytes
         if bench.truth is not None:
             row |= errors(bench, problem.batch)
-        row |= measure(bench, reps)
+        row |= measure(bench, reps, sustain)
         row["gbps"] = bench.nbytes / row["us"] / 1e3
+        if sustain:
+            row["gbps_sustained"] = bench.nbytes / row["us_sustained"] / 1e3
     except bs.Skip as e:
         row["skipped"] = str(e)
     except ImportError as e:
@@ -184,33 +221,13 @@ def rows_of(
     if unknown := [p for p in wanted if p not in PEERS]:
         raise SystemExit(f"no peer {unknown[0]!r}; there are {', '.join(PEERS)}")
     jobs |= {name: lambda f=PEERS[name]: f(problem) for name in wanted}
-    rows = [row_of(name, make, problem, args.reps) for name, make in jobs.items()]
+    rows = [row_of(name, make, problem, args.reps, args.sustain) for name, make in jobs.items()]
     times = {r["name"]: r["us"] for r in rows if "us" in r}
     baseline = BASELINES[0] if BASELINES[0] in times else min(BASELINES, key=lambda n: times.get(n, float("inf")))
     for row in rows:
         if "us" in row and baseline in times:
             row |= {"ratio": times[baseline] / row["us"], "baseline": baseline}
     return rows
-
-
-def show(problem: bs.Problem, rows: list[dict]) -> None:
-    """Print the table of one problem."""
-    p = problem
-    print(f"\n{p.batch} x {p.length} tokens, {p.q_heads}:{p.kv_heads} heads of {p.head_dim}, pages of {p.page}")
-    baseline = next((r["baseline"] for r in rows if "baseline" in r), "-")
-    print(f"{'':22}{'median us':>11}{'GB/s':>8}{'speed':>8}{'error':>10}{'BF16 route':>12}   speed against {baseline}")
-
-    def cell(row: dict, key: str, form: str, width: int) -> str:
-        return (format(row[key], form) if key in row else "-").rjust(width)
-
-    for row in rows:
-        text = row.get("skipped") or row.get("failed")
-        if text:
-            print(f"{row['name']:22}  {'skipped' if 'skipped' in row else 'FAILED'}: {text}")
-            continue
-        cells = (("us", ".1f", 11), ("gbps", ".0f", 8), ("ratio", ".2f", 8), ("error", ".1e", 10),
-                 ("error_bf16", ".1e", 12))  # fmt: skip
-        print(f"{row['name']:22}" + "".join(cell(row, *c) for c in cells))
 
 
 def on_cpu(reason: str, formats: dict[str, foscar.KVFormat]) -> None:
@@ -256,8 +273,11 @@ def main() -> int:
     device, failed = torch.device("cuda", torch.cuda.current_device()), False
     try:
         for q_heads, kv_heads in args.heads:
-            for batch, length in args.shapes:
-                problem = bs.Problem(batch, length, q_heads, kv_heads, args.head_dim, args.page, device)
+            for lengths in args.shapes:
+                ragged = lengths if len(set(lengths)) > 1 else ()
+                problem = bs.Problem(
+                    len(lengths), max(lengths), q_heads, kv_heads, args.head_dim, args.page, device, ragged
+                )
                 rows = rows_of(problem, formats, tile, args)
                 show(problem, rows)
                 failed |= any("failed" in r and r["name"].startswith("foscar") for r in rows)
@@ -267,6 +287,7 @@ def main() -> int:
         print(f"stopped: {e}")
         failed = True
     finally:
+        summary(report["problems"], PEERS)
         if args.json:
             with open(args.json, "w") as f:
                 json.dump(report, f, indent=1)

@@ -29,7 +29,10 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One decode step: ``batch`` requests of ``length`` tokens, ``q_heads`` query heads over ``kv_heads``."""
+    """One decode step: ``batch`` requests of ``length`` tokens, ``q_heads`` query heads over ``kv_heads``.
+
+    The peers take requests of one length only.
+    """
 
     batch: int
     length: int
@@ -38,6 +41,11 @@ class Problem:
     head_dim: int
     page: int
     device: torch.device
+    ragged: tuple[int, ...] = ()  # lengths that differ; ``length`` is then the longest
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.ragged or (self.length,) * self.batch
 
     @property
     def pages_per_request(self) -> int:
@@ -45,17 +53,19 @@ class Problem:
 
     @property
     def pages(self) -> int:
-        return self.batch * self.pages_per_request
+        return sum(-(-n // self.page) for n in self.lengths)
 
     @property
     def scale(self) -> float:
         return 1.0 / math.sqrt(self.head_dim)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """block_table int32 [batch, pages per request], a random permutation; seq_lens int32 [batch]."""
+        """block_table int32 [batch, pages per request], random pages, -1 past an end; seq_lens int32 [batch]."""
         order = torch.randperm(self.pages, generator=torch.Generator().manual_seed(7)).to(torch.int32)
-        table = order.view(self.batch, self.pages_per_request).to(self.device)
-        return table, torch.full((self.batch,), self.length, dtype=torch.int32, device=self.device)
+        counts = torch.tensor([-(-n // self.page) for n in self.lengths])
+        table = torch.full((self.batch, self.pages_per_request), -1, dtype=torch.int32)
+        table[torch.arange(self.pages_per_request) < counts[:, None]] = order
+        return table.to(self.device), torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
 
     def query(self) -> torch.Tensor:
         """[batch, query heads, head_dim] BF16, standard normal."""
@@ -180,6 +190,8 @@ def read_bench(problem: Problem, fmt: foscar.KVFormat) -> Bench:
 
 def _random_kv(problem: Problem, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """[copies, 2, *shape], standard normal; K at [:, 0], V at [:, 1]."""
+    if problem.ragged:
+        raise Skip("measured with requests of one length only")
     copies = copies_of(2 * math.prod(shape) * dtype.itemsize, problem.device)
     generator = torch.Generator(problem.device).manual_seed(3)
     data = torch.empty(copies, 2, *shape, dtype=dtype, device=problem.device)
