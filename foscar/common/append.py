@@ -68,8 +68,7 @@ class NewTokens:
 
     @classmethod
     def make(cls, cache, k, v, block_table, seq_lens, indptr) -> NewTokens:
-        """Checked arguments of ``append``; the checks that would make the host wait run on the CPU only."""
-        check_new_values(cache, k, v, block_table, seq_lens, indptr)
+        """Of arguments that :func:`check_new_values` passed; what would make the host wait is checked on the CPU only."""
         request, position = request_positions(seq_lens, indptr, k.shape[0])
         column = position // cache.page_size
         if cache.device.type == "cpu":
