@@ -1,8 +1,9 @@
-"""The append kernel: the torch path's bytes and no others, in the emulator and on a GPU, and what it leaves to torch."""
+"""The append kernel: the torch path's bytes and no others, in the emulator and on a GPU; what it leaves to torch."""
 
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,13 +21,14 @@ from foscar.common.cache import PagedKVCache
 from foscar.common.formats import FormatError, KVFormat
 from foscar.hopper.config import ARCH
 
+needs_gpu = pytest.mark.skipif(why_no_gpu() is not None, reason=why_no_gpu() or "")
 WHERE = [
     pytest.param(
         EmulatedAppend(),
         id="emulator",
         marks=pytest.mark.skipif(jit.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl"),
     ),
-    pytest.param(GpuAppend(), id="gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(why_no_gpu() is not None, reason=why_no_gpu() or "")]),
+    pytest.param(GpuAppend(), id="gpu", marks=[pytest.mark.gpu, needs_gpu]),
 ]
 on_both = pytest.mark.parametrize("append", WHERE)
 CHUNKS = [3, 0, 14, 1]  # rows of the requests of a prefill
@@ -46,9 +48,7 @@ def starts_of(config: AppendConfig) -> list[int]:
     return [0, 5, config.page_size - 7, 2 * config.page_size - 1]
 
 
-@on_both
-@pytest.mark.parametrize("config", APPENDS, ids=ids)
-def test_the_bytes_of_the_torch_path(config, append):
+def check_bytes(config: AppendConfig, append) -> None:
     """A prefill of ragged chunks, then a decode step, over random bytes."""
     starts = starts_of(config)
     table = shuffled_table([s + c + 1 for s, c in zip(starts, CHUNKS, strict=True)], config.page_size, 12, 3)
@@ -64,6 +64,38 @@ def test_the_bytes_of_the_torch_path(config, append):
     append(config, got, k, v, table, lengths)
     want.append(k, v, table, lengths, check=False)
     assert_same_records(got, want)
+
+
+@on_both
+@pytest.mark.parametrize("config", APPENDS, ids=ids)
+def test_the_bytes_of_the_torch_path(config, append):
+    check_bytes(config, append)
+
+
+BUGS = {  # in the PTX: a pattern and what takes its place, everywhere
+    "extremes without NaN": (r"(min|max)\.NaN", r"\1"),
+    "a minimum of -0": (r"add(\.rn\.f32 %r\d+, %r\d+, %r\d+;\n(?:.*\n){2}.*cvt\.rn\.f16)", r"sub\1"),
+    "parameters cut off": (r"cvt\.rn\.f16", "cvt.rz.f16"),
+    "the next value of the other sign": (r"(setp\.)lt(\.u32 \t%p\d+, %r\d+, 32768;)", r"\1ge\2"),
+    "another NaN": (r", 32256,", ", 32257,"),
+    "scale of a constant row": (r"selp\.b32 \t(%r\d+), 1,", r"selp.b32 \t\1, 2,"),
+    "half of a row": (r"shfl\.sync\.bfly\.b32 \t(%r\d+), (%r\d+), 4,.*;", r"mov.b32 \1, \2;"),
+    "half a step": (r"mul\.rn(\.f32 %r\d+, %r\d+, %r\d+;\n(?:.*\n){1,6}.*setp\.gt\.f32)", r"add.rn\1"),
+    "no byte of V": (r"st\.global\.b8.*;", ""),
+    "a code beyond the last": (r"min\.f32 \t(%r\d+), (%r\d+), .*;", r"mov.b32 \1, \2;"),
+}
+
+
+@pytest.mark.skipif(jit.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_seen(bug):
+    def mutate(ptx: str) -> str:
+        changed, count = re.subn(*BUGS[bug], ptx)
+        assert count, "nothing to change"
+        return changed
+
+    with pytest.raises(AssertionError, match="byte"):
+        check_bytes(APPENDS[3], EmulatedAppend(mutate))
 
 
 @on_both
@@ -125,7 +157,7 @@ def test_many_requests(append):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(why_no_gpu() is not None, reason=why_no_gpu() or "")
+@needs_gpu
 @pytest.mark.parametrize("config", [APPENDS[3], APPENDS[5], APPENDS[12]], ids=ids)
 def test_a_long_prefill(config):
     """Tens of thousands of groups of every size, in grids of many blocks."""

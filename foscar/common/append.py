@@ -68,7 +68,7 @@ class NewTokens:
 
     @classmethod
     def make(cls, cache, k, v, block_table, seq_lens, indptr) -> NewTokens:
-        """Of arguments that :func:`check_new_values` passed; what would make the host wait is checked on the CPU only."""
+        """Of arguments that :func:`check_new_values` passed; checks that make the host wait run on the CPU only."""
         request, position = request_positions(seq_lens, indptr, k.shape[0])
         column = position // cache.page_size
         if cache.device.type == "cpu":

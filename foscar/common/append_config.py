@@ -36,6 +36,11 @@ PARAMETERS: dict[str, str] = {
 }
 
 
+def per_token(format: KVFormat) -> bool:
+    """Whether there is an append kernel for a format."""
+    return format.k.axis == format.v.axis == "token"
+
+
 @dataclass(frozen=True)
 class AppendConfig:
     """One append kernel.
@@ -58,7 +63,7 @@ class AppendConfig:
     vector: bool = True
 
     def __post_init__(self) -> None:
-        if {self.format.k.axis, self.format.v.axis} != {"token"}:
+        if not per_token(self.format):
             raise FormatError(f"the append kernel takes K and V per token, not {self.format.name}")
         if self.dtype not in DTYPES:
             raise FormatError(f"k and v must be one of {tuple(DTYPES)}, not {self.dtype!r}")

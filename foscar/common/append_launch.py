@@ -14,7 +14,7 @@ import threading
 import torch
 
 from . import jit
-from .append_config import BUILDER, CHANNELS, DTYPES, MAX_HEADS, NAME, PARAMETERS, AppendConfig
+from .append_config import BUILDER, CHANNELS, DTYPES, MAX_HEADS, NAME, PARAMETERS, AppendConfig, per_token
 from .errors import CompileError, MissingDependencyError, UnsupportedDeviceError
 from .launch import device_arch, load_kernel
 
@@ -34,7 +34,7 @@ def config_of(cache, k: torch.Tensor, v: torch.Tensor) -> AppendConfig | None:
 
 @functools.cache
 def _config(format, *shape) -> AppendConfig | None:
-    return AppendConfig(format, *shape) if {format.k.axis, format.v.axis} == {"token"} else None
+    return AppendConfig(format, *shape) if per_token(format) else None
 
 
 def launch_values(

@@ -8,6 +8,8 @@ may hold anything, -1 for example.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from foscar.common import append as _append
@@ -60,7 +62,7 @@ class PagedKVCache:
         self.page_size = check_whole("page_size", page_size)
         self.num_kv_heads = num_kv_heads = check_whole("num_kv_heads", num_kv_heads)
         self.head_dim = check_whole("head_dim", head_dim)
-        self.layout: RecordLayout = self.format.layout(self.head_dim, self.page_size)
+        self.layout: RecordLayout = _layout(self.format, self.head_dim, self.page_size)
         self.padded_head_dim = self.layout.padded_head_dim
         if num_pages < 0 or num_kv_heads < 1:
             raise ValueError(f"a cache needs num_pages >= 0 and num_kv_heads >= 1, not {num_pages} and {num_kv_heads}")
@@ -129,8 +131,8 @@ class PagedKVCache:
         Raises:
             TypeError: an argument that is no tensor.
             ValueError: types, shapes or devices; on the CPU also page ids outside the cache, positions outside the
-                block table, a bad ``indptr``, and values as above.  On CUDA the kernel skips a token whose position or page
-                id is outside; torch operations stop in a device assertion.
+                block table, a bad ``indptr``, and values as above.  On CUDA the kernel skips a token whose position or
+                page id is outside; torch operations stop in a device assertion.
         """
         if torch.compiler.is_compiling():
             return traced.append(self, k, v, block_table, seq_lens, indptr, check)
@@ -194,6 +196,11 @@ def _first_tokens(x: Quantized, table: TensorTable, count: int) -> Quantized:
     """The first ``count`` tokens of whole pages, without the slack rows and the groups that hold only slack."""
     params = count if table.format.axis == "token" else -(-count // table.group)
     return Quantized(x.codes[:count], x.scale[:params], x.bias[:params])
+
+
+@functools.cache
+def _layout(format: KVFormat, head_dim: int, page_size: int) -> RecordLayout:
+    return format.layout(head_dim, page_size)
 
 
 def _check_device(device: str | torch.device) -> torch.device:

@@ -112,11 +112,6 @@ def to_half(x, dtype: str) -> Uint32:
     return Uint32(_pure(T.i32(), [Float32(x)], text, "=r,f"))
 
 
-def round_to_int(x) -> Int32:
-    """The nearest integer, ties to even; what does not fit is clamped, NaN is 0."""
-    return Int32(_pure(T.i32(), [Float32(x)], "cvt.rni.s32.f32 $0, $1;", "=r,f"))
-
-
 def arith(name: str, a, b) -> Float32:
     """One float32 instruction that nothing may contract or reassociate: "add.rn", "sub.rn", "mul.rn", "div.rn"."""
     return Float32(_pure(T.f32(), [Float32(a), Float32(b)], f"{name}.f32 $0, $1, $2;", "=f,f,f"))

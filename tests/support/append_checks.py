@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from ptx_emulator import Launch
 
@@ -17,8 +19,8 @@ from .runners import mirror, mirror_cache, storage
 class EmulatedAppend:
     """The kernel's PTX, on CPU tensors."""
 
-    def __init__(self, **options):
-        self.options = options  # of ptx_emulator.Launch
+    def __init__(self, mutate: Callable[[str], str] = lambda ptx: ptx, **options):
+        self.mutate, self.options = mutate, options  # of ptx_emulator.Launch
 
     def __call__(self, config: AppendConfig, cache, k, v, block_table, seq_lens, indptr=None) -> None:
         """:meth:`PagedKVCache.append`, into a cache on the CPU, by the kernel of ``config``."""
@@ -26,7 +28,7 @@ class EmulatedAppend:
         kernel = jit.load_or_compile(NAME, config, ARCH, BUILDER)
         values, grid = append_launch.launch_values(config, cache, k, v, block_table, seq_lens, indptr)
         arguments = [values[name] for name in PARAMETERS]
-        Launch(kernel.ptx, grid, kernel.block, arguments, smem=kernel.smem, **self.options).run()
+        Launch(self.mutate(kernel.ptx), grid, kernel.block, arguments, smem=kernel.smem, **self.options).run()
 
 
 class GpuAppend:
@@ -78,7 +80,11 @@ def hard_rows(n: int, heads: int, head_dim: int, seed: int) -> torch.Tensor:
     special(9).copy_(random_values((1, head_dim), seed + 1)[0] * 1e-3 + 100)
     special(10)[half:] = 0.0
     special(11).fill_(1e-9)
-    special(12)[:].clamp_(-1, 1).round_()
+    special(12).clamp_(-1, 1).round_()
+    for row, top in ((13, 3), (14, 15)):  # scale 1 of 2 or 4 bits: values halfway between codes
+        special(row).copy_((x[0, 0].nan_to_num(0.0, 0.0, 0.0) * 1e6 % (2 * top + 1)).floor() / 2)
+        special(row)[::32], special(row)[1::32] = 0, top
+        special(row + 2).fill_(0.0)[::31] = (top + 0.5) * 2.0**-24  # half a step beyond the last code
     return x
 
 

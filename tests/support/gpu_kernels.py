@@ -67,7 +67,6 @@ LONG = (INT2_FP16, INT4_FP16, MIXED[1], INT4)
 KERNELS = tuple(dict.fromkeys((*LAYOUTS, *MIXED, *TILES, INT2, INT4, *LONG)))
 
 
-
 def _append(k_bits, v_bits, head_dim, page_size, dtype, k_group=None, v_group=None, params=FP16, vector=True):
     fmt = KVFormat.make(k_bits, v_bits, k_group=k_group, v_group=v_group, params=params)
     return AppendConfig(fmt, head_dim, page_size, dtype, vector)
@@ -134,7 +133,7 @@ def appends() -> list[AppendConfig]:
 
 
 def jobs() -> list[tuple[str, object, str]]:
-    """(name, config, builder) of every kernel: decode, combine, append, the stages' probes, the tiny one of test_launch.py."""
+    """(name, config, builder) of every kernel: decode, combine, append, the stages' probes, test_launch.py's tiny one."""
     from support import probes, tiny_kernel
 
     found = dict.fromkeys(job[:3] for c in KERNELS for job in kernels(c))
