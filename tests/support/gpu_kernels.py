@@ -133,7 +133,7 @@ def appends() -> list[AppendConfig]:
 
 
 def jobs() -> list[tuple[str, object, str]]:
-    """(name, config, builder) of every kernel: decode, combine, append, the stages' probes, test_launch.py's tiny one."""
+    """(name, config, builder) of every kernel: decode, combine, append, the stages' probes, the tests' tiny one."""
     from support import probes, tiny_kernel
 
     found = dict.fromkeys(job[:3] for c in KERNELS for job in kernels(c))
