@@ -4,9 +4,10 @@
         --q-dtypes bfloat16 --out kernels
     FOSCAR_KERNEL_PATH=$PWD/kernels FOSCAR_JIT=0 python serve.py
 
-Every combination of the lists is made, each a decode kernel and the combine kernel of its head_dim and type.  The
-folder has the disk cache's own format (:mod:`foscar.common.jit`); what is there already is kept.  Compiling needs
-nvidia-cutlass-dsl and no GPU.  The sources are part of a kernel's identity: compile from the version that will run.
+Every combination of the lists is made: a decode kernel, the combine kernel of its head_dim and type and, per token, the
+append kernel of its format, head_dim and page size for k and v of q's type.  The folder has the disk cache's
+own format (:mod:`foscar.common.jit`); what is there already is kept.  Compiling needs nvidia-cutlass-dsl and no GPU.
+The sources are part of a kernel's identity: compile from the version that will run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from typing import Any
 
 from .blackwell import config as blackwell
 from .blackwell import decode as blackwell_decode
-from .common import jit, kernel_store
+from .common import append_config, jit, kernel_store
+from .common.append_config import AppendConfig
 from .common.config import ConfigError
 from .common.errors import CompileError, MissingDependencyError
 from .common.formats import FormatError, KVFormat
@@ -105,6 +107,8 @@ def plan(
         config = module.DecodeConfig(layout.kernel_format, layout.padded_head_dim, page, padded, dtype, tile)
         for name, part, builder, _ in kernels(config):
             yield Job(name, part, arch, builder)
+        if append_config.per_token(fmt):
+            yield Job(append_config.NAME, AppendConfig(fmt, dim, page, dtype), arch, append_config.BUILDER)
 
 
 # ---------------------------------------------------------------------------------------------- building

@@ -18,6 +18,7 @@ import foscar
 from foscar import aot, api
 from foscar.blackwell import decode as blackwell_decode
 from foscar.common import jit
+from foscar.common.append_config import AppendConfig
 from foscar.common.errors import CompileError, MissingDependencyError
 from foscar.common.formats import KVFormat
 from foscar.common.plan import CombineConfig
@@ -43,7 +44,7 @@ def jobs_of(command: str) -> list[aot.Job]:
 
 
 def configs_of(command: str) -> list[DecodeConfig]:
-    return [job.config for job in jobs_of(command) if not isinstance(job.config, CombineConfig)]
+    return [job.config for job in jobs_of(command) if not isinstance(job.config, (CombineConfig, AppendConfig))]
 
 
 def child(code: str, **env: str) -> subprocess.CompletedProcess:
@@ -55,13 +56,13 @@ def child(code: str, **env: str) -> subprocess.CompletedProcess:
 
 
 # ---------------------------------------------------------------------------------------------- what is built
-def test_every_combination_is_built_with_its_combine():
+def test_every_combination_is_built_with_its_combine_and_append():
     jobs = jobs_of(
         "--arch sm_90a --formats int2,k4v2-bf16 --head-dims 64,128 --page-sizes 16,64 --heads 4,5 "
         "--q-dtypes bfloat16,float16 --out x"
     )
     unique = list(dict.fromkeys(jobs))
-    assert len(jobs) == 2 * 32 and len(unique) == 32 + 4
+    assert len(jobs) == 3 * 32 and len(unique) == 32 + 4 + 16
     assert {j.config.heads for j in unique if j.name == "hopper_decode"} == {4, 8}
     assert {j.config.format for j in unique if j.name == "hopper_decode"} == {
         KVFormat.int2(), KVFormat.make(4, 2, params="bfloat16"),
@@ -74,7 +75,7 @@ def test_knobs_and_architectures():
     assert config.tile == TileConfig(kv_stages=2, math_warpgroups=1)
     jobs = jobs_of("--arch sm_100a,sm_103a --formats int4 --out x")
     assert [(j.name, j.arch) for j in jobs] == [
-        (name, arch) for arch in ("sm_100a", "sm_103a") for name in ("blackwell_decode", "blackwell_combine")
+        (name, arch) for arch in ("sm_100a", "sm_103a") for name in ("blackwell_decode", "blackwell_combine", "append")
     ]
     assert [j.builder for j in jobs[:2]] == [b for _, _, b, _ in blackwell_decode.kernels(jobs[0].config)]
 
@@ -131,11 +132,11 @@ def test_a_process_without_the_dsl_decodes_from_the_folder(tmp_path, capsys):
     aot.main([*shlex.split(ONE), "--jobs", "1", "--out", str(folder)])
     lines = capsys.readouterr().out.splitlines()
     names = sorted(p.name for p in folder.iterdir())
-    assert [n.split("-")[0] for n in names] == ["hopper_combine", "hopper_decode"]
-    assert [bool(re.match(rf"\[{i}/2\] hopper_\w+ sm_90a \(.*: [\d.]+ s, \d+ KiB$", x)) for i, x in
-            enumerate(lines[:2], 1)] == [True, True]  # fmt: skip
+    assert [n.split("-")[0] for n in names] == ["append", "hopper_combine", "hopper_decode"]
+    assert [bool(re.match(rf"\[{i}/3\] \w+ sm_90a \(.*: [\d.]+ s, \d+ KiB$", x)) for i, x in
+            enumerate(lines[:3], 1)] == [True] * 3  # fmt: skip
     nbytes = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    assert lines[2].startswith(f"{folder}: 2 kernels, {nbytes / 2**20:.1f} MiB: 2 made, 0 there already, ")
+    assert lines[3].startswith(f"{folder}: 3 kernels, {nbytes / 2**20:.1f} MiB: 3 made, 0 there already, ")
 
     settings = {"FOSCAR_JIT": "0", "FOSCAR_CACHE_DIR": str(tmp_path / "empty")}
     done = child(USE, FOSCAR_KERNEL_PATH=str(folder), **settings)
@@ -145,7 +146,7 @@ def test_a_process_without_the_dsl_decodes_from_the_folder(tmp_path, capsys):
 
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
     aot.main([*shlex.split(ONE), "--out", str(folder)])
-    assert "2 kernels" in (line := capsys.readouterr().out) and "0 made, 2 there already" in line
+    assert "3 kernels" in (line := capsys.readouterr().out) and "0 made, 3 there already" in line
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
 
 

@@ -7,6 +7,7 @@ was refused.  All indices are int64.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -29,10 +30,8 @@ def check_tables(device: torch.device, block_table: torch.Tensor, seq_lens: torc
     Raises:
         ValueError: not int32 [batch, max_pages] and int32 [batch] on ``device``.
     """
-    for name, x, ndim, shape in (
-        ("block_table", block_table, 2, "[batch, max_pages]"),
-        ("seq_lens", seq_lens, 1, "[batch]"),
-    ):
+    wanted = (("block_table", block_table, 2, "[batch, max_pages]"), ("seq_lens", seq_lens, 1, "[batch]"))
+    for name, x, ndim, shape in wanted:
         if x.dtype != torch.int32 or x.ndim != ndim:
             raise ValueError(f"{name} must be int32 {shape}, not {x.dtype} {list(x.shape)}")
         if x.device != device:
@@ -68,18 +67,27 @@ class NewTokens:
 
     @classmethod
     def make(cls, cache, k, v, block_table, seq_lens, indptr) -> NewTokens:
-        """Checked arguments of ``append``; the checks that would make the host wait run on the CPU only."""
-        check_new_values(cache, k, v, block_table, seq_lens, indptr)
+        """Of arguments that :func:`check_new_values` passed; checks that make the host wait run on the CPU only."""
         request, position = request_positions(seq_lens, indptr, k.shape[0])
         column = position // cache.page_size
         if cache.device.type == "cpu":
             check_positions(cache, block_table, request, position, column)
-        page = block_table[request, column].long()
+        page = _pages(cache, block_table, request, column)
         if cache.device.type == "cpu":
             check_page_ids(cache, page, request)
-        else:
-            page = torch.where(page < 0, cache.num_pages, page)  # a negative index would count from the end
         return cls(page, position % cache.page_size, block_table, seq_lens, indptr)
+
+    @cached_property
+    def lists(self) -> tuple[list[int], list[int]]:
+        """(seq_lens, ends of the rows [batch + 1]) on the host, which waits for them once."""
+        starts = self.seq_lens.tolist()
+        return starts, list(range(len(starts) + 1)) if self.indptr is None else self.indptr.tolist()
+
+
+def _pages(cache, block_table: torch.Tensor, request: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """int64 page ids to write to; on a GPU, where nobody checks them, a negative one does not count from the end."""
+    page = block_table[request, column].long()
+    return page if page.device.type == "cpu" else torch.where(page < 0, cache.num_pages, page)
 
 
 @dataclass(frozen=True)
@@ -91,13 +99,12 @@ class Write:
     values: torch.Tensor
 
     def store(self, data: torch.Tensor) -> None:
-        data[_index(data, self.page, self.offsets)] = self.values
+        data.transpose(1, 2)[self.page[:, None], self.offsets] = self.values.transpose(1, 2)
 
 
-def _index(data, page, offsets):
-    """Index of [m, heads, w] bytes of ``data`` [pages, heads, record]."""
-    heads = torch.arange(data.shape[1], device=data.device)
-    return page[:, None, None], heads[None, :, None], offsets[:, None, :]
+def _read(data: torch.Tensor, page: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Bytes [m, heads, w] of ``data`` [pages, heads, record] at byte offsets [m, w] of the records of ``page`` [m]."""
+    return data.transpose(1, 2)[page[:, None], offsets].transpose(1, 2)
 
 
 def plan_tokens(cache, new: NewTokens, name, x, table: TensorTable, group: int, check: bool) -> list[Write]:
@@ -114,7 +121,7 @@ def plan_tokens(cache, new: NewTokens, name, x, table: TensorTable, group: int, 
 
 def plan_channels(cache, new: NewTokens, name, x, table: TensorTable, group: int, check: bool) -> list[Write]:
     """Axis "channel": a segment is the part of one token group that one request's new tokens fall in."""
-    segments = _segments(new, group, x.shape[0])
+    segments = _segments(new, group)
     step = max(1, _CHUNK_ELEMENTS // (group * cache.num_kv_heads * cache.head_dim))
     writes = []
     for i in range(0, len(segments), step):
@@ -122,10 +129,9 @@ def plan_channels(cache, new: NewTokens, name, x, table: TensorTable, group: int
     return writes
 
 
-def _segments(new: NewTokens, group: int, n: int) -> list[tuple[int, int, int, int, int]]:
+def _segments(new: NewTokens, group: int) -> list[tuple[int, int, int, int, int]]:
     """(request, first position of the group, first and last + 1 new position, row of the first) of each segment."""
-    starts = new.seq_lens.tolist()
-    ends = list(range(len(starts) + 1)) if new.indptr is None else new.indptr.tolist()
+    starts, ends = new.lists
     segments = []
     for b, start in enumerate(starts):
         stop = start + ends[b + 1] - ends[b]
@@ -177,14 +183,14 @@ def _plan_segments(cache, new, name, x, table, group, check, segments) -> list[W
     codes, scale, bias = q.codes, q.scale, q.bias
     stored = is_new | (is_old & changed[:, None])
     s, j = stored.nonzero().unbind(1)
-    page = new.block_table[request[s], position[s, j] // page_size].long()
+    page = _pages(cache, new.block_table, request[s], position[s, j] // page_size)
     write_codes = Write(page, table.codes[position[s, j] % page_size], pack_codes(codes[s, j], table.format.bits))
 
     # the pair of a group is stored in each of its pages that holds one of its tokens
     pages = [(i, p) for i, g in enumerate(segments) for p in range(g[1] // page_size, (g[3] - 1) // page_size + 1)]
     s, column = torch.tensor(pages, device=dev).unbind(1)
     offsets = table.params[(base[s] % page_size) // table.group].flatten(1)
-    page = new.block_table[request[s], column].long()
+    page = _pages(cache, new.block_table, request[s], column)
     return [write_codes, Write(page, offsets, param_bytes(scale[s], bias[s]).flatten(2))]
 
 
@@ -219,10 +225,9 @@ def _read_groups(cache, new, table, request, position, first) -> _OldGroups:
     if page.device.type == "cpu":
         check_page_ids(cache, page, request[:, None].expand_as(page))
     slot = position % cache.page_size
-    data = cache.data
-    row_bytes = data[_index(data, page.flatten(), table.codes[slot.flatten()])]
+    row_bytes = _read(cache.data, page.flatten(), table.codes[slot.flatten()])
     codes = unpack_codes(row_bytes, table.format.bits).unflatten(0, page.shape)
-    pairs = data[_index(data, page[:, -1], table.params[slot[:, -1] // table.group].flatten(1))]
+    pairs = _read(cache.data, page[:, -1], table.params[slot[:, -1] // table.group].flatten(1))
     scale, bias = params_from_bytes(pairs.unflatten(2, (-1, 4)), param_dtype(cache.format.params))
     return _OldGroups(*(x[..., : cache.head_dim] for x in (codes, scale, bias)))
 

@@ -8,10 +8,12 @@ may hold anything, -1 for example.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from foscar.common import append as _append
-from foscar.common import traced
+from foscar.common import append_launch, traced
 from foscar.common.errors import UnsupportedDeviceError
 from foscar.common.formats import KVFormat, RecordLayout, check_format, check_whole
 from foscar.common.pack import TensorTable, record_tables, unpack_tensor
@@ -60,7 +62,7 @@ class PagedKVCache:
         self.page_size = check_whole("page_size", page_size)
         self.num_kv_heads = num_kv_heads = check_whole("num_kv_heads", num_kv_heads)
         self.head_dim = check_whole("head_dim", head_dim)
-        self.layout: RecordLayout = self.format.layout(self.head_dim, self.page_size)
+        self.layout: RecordLayout = _layout(self.format, self.head_dim, self.page_size)
         self.padded_head_dim = self.layout.padded_head_dim
         if num_pages < 0 or num_kv_heads < 1:
             raise ValueError(f"a cache needs num_pages >= 0 and num_kv_heads >= 1, not {num_pages} and {num_kv_heads}")
@@ -106,7 +108,10 @@ class PagedKVCache:
         Request ``b`` gets rows ``indptr[b] : indptr[b + 1]`` of ``k`` and ``v`` (without ``indptr``: row ``b``) at its
         positions ``seq_lens[b], seq_lens[b] + 1, ...``.  Nothing is written if an error is raised on the CPU.
 
-        Axis "token": no byte but the new tokens' is written, and on CUDA the host does not wait for the device.
+        Axis "token": no byte but the new tokens' is written, and on CUDA the host does not wait for the device.  There,
+        unchecked, with k and v of one of bfloat16, float16 and float32 and a contiguous last dimension, it is one
+        kernel of :mod:`foscar.common.append_kernel`; where it can be neither found nor compiled, torch operations write
+        the same bytes (said once, by a log line).
         Axis "channel": a token group (counted from the request's token 0) may be filled bit by bit.  Where the new
         values of a channel lie within the group's present range, its parameters and old codes stay bit for bit;
         elsewhere the channel is quantized again from its *dequantized* old values and the new ones, which loses up to
@@ -126,12 +131,17 @@ class PagedKVCache:
         Raises:
             TypeError: an argument that is no tensor.
             ValueError: types, shapes or devices; on the CPU also page ids outside the cache, positions outside the
-                block table, a bad ``indptr``, and values as above.  On CUDA a bad page id stops in a device assertion.
+                block table, a bad ``indptr``, and values as above.  On CUDA the kernel skips a token whose position or
+                page id is outside; torch operations stop in a device assertion.
         """
         if torch.compiler.is_compiling():
             return traced.append(self, k, v, block_table, seq_lens, indptr, check)
-        new = _append.NewTokens.make(self, k, v, block_table, seq_lens, indptr)
         check = self.device.type == "cpu" if check is None else check
+        _append.check_new_values(self, k, v, block_table, seq_lens, indptr)
+        if self.device.type == "cuda" and not check:
+            if append_launch.launch(self, k, v, block_table, seq_lens, indptr):
+                return
+        new = _append.NewTokens.make(self, k, v, block_table, seq_lens, indptr)
         tables = record_tables(self.layout, self.device)
         writes = []
         for name, x, table, group in (("k", k, tables.k, self.layout.k_group), ("v", v, tables.v, self.layout.v_group)):
@@ -186,6 +196,11 @@ def _first_tokens(x: Quantized, table: TensorTable, count: int) -> Quantized:
     """The first ``count`` tokens of whole pages, without the slack rows and the groups that hold only slack."""
     params = count if table.format.axis == "token" else -(-count // table.group)
     return Quantized(x.codes[:count], x.scale[:params], x.bias[:params])
+
+
+@functools.cache
+def _layout(format: KVFormat, head_dim: int, page_size: int) -> RecordLayout:
+    return format.layout(head_dim, page_size)
 
 
 def _check_device(device: str | torch.device) -> torch.device:

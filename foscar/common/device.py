@@ -105,6 +105,23 @@ def unpack_halves(word, dtype: str) -> list[Float32]:
     ]
 
 
+def to_half(x, dtype: str) -> Uint32:
+    """The 16-bit float ("float16" or "bfloat16") nearest to a float32, ties to even, as the low half of a word."""
+    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    text = f"{{ .reg .b16 h; cvt.rn.{kind}.f32 h, $1; cvt.u32.u16 $0, h; }}"
+    return Uint32(_pure(T.i32(), [Float32(x)], text, "=r,f"))
+
+
+def arith(name: str, a, b) -> Float32:
+    """One float32 instruction that nothing may contract or reassociate: "add.rn", "sub.rn", "mul.rn", "div.rn"."""
+    return Float32(_pure(T.f32(), [Float32(a), Float32(b)], f"{name}.f32 $0, $1, $2;", "=f,f,f"))
+
+
+def min_nan(a, b) -> Float32:
+    """The smaller one; NaN where either is."""
+    return arith("min.NaN", a, b)
+
+
 def global_pointer(dtype, address, align: int) -> cute.Pointer:
     """A pointer to global memory from an Int64 address."""
     return cute.make_ptr(dtype, Int64(address), cute.AddressSpace.gmem, assumed_align=align)

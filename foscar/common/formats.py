@@ -294,10 +294,11 @@ class RecordLayout:
         """Offset in the record of row byte ``byte`` (0 .. k_row_bytes - 1) of K of ``token`` (0 .. page_size - 1)."""
         words_per_row = self.k_row_bytes // 16  # that one thread (t) reads
         vw = self.k_vector_words
-        block, tok = divmod(token, 16)
+        block, tok = token // 16, token % 16  # not divmod: device code calls this with integers of its own
         quad, half, row = tok // 4, tok % 4 // 2, tok % 2
         u, t, b = byte // 16, byte % 16 // 4, byte % 4
-        plane, word = divmod(row * words_per_row + u, vw)
+        column = row * words_per_row + u
+        plane, word = column // vw, column % vw
         vector = ((half * (2 * words_per_row // vw) + plane) * 4 + quad) * 4 + t
         return 16 * self.k_row_bytes * block + 4 * (vector * vw + word) + b
 
@@ -309,7 +310,7 @@ class RecordLayout:
     def v_byte(self, token: int, byte: int) -> int:
         """Offset in the record of row byte ``byte`` (0 .. v_row_bytes - 1) of V of ``token`` (0 .. page_size - 1)."""
         n = self.v_block_tokens
-        block, tok = divmod(token, n)
+        block, tok = token // n, token % n
         group, quad, b = tok // 16, tok % 16 // 4, tok % 4
         return self.v_offset + n * self.v_row_bytes * block + 4 * ((4 * byte + quad) * (n // 16) + group) + b
 

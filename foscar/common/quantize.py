@@ -184,7 +184,7 @@ def _quantize_block(x, tensor_format, group, dtype):
     tokens = x.shape[0]
     x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     grouped, dim = _grouped(x, tensor_format.axis, group)
-    lo, hi = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
+    lo, hi = grouped.amin(dim, keepdim=True) + 0.0, grouped.amax(dim, keepdim=True)  # -0 is 0: of both, amin takes any
     scale, bias, bad = fit_parameters(lo, hi, tensor_format.max_code, dtype)
     codes = nearest_codes(grouped, scale, bias, tensor_format.max_code)
     codes.masked_fill_(bad | (lo == hi), 0)

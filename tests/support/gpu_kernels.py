@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 
 from foscar import aot
+from foscar.common import append_config
+from foscar.common.append_config import AppendConfig
 from foscar.common.cache import PagedKVCache
 from foscar.common.formats import KVFormat
 from foscar.hopper.config import ARCH, DecodeConfig, TileConfig
 from foscar.hopper.decode import kernels
 
-BF16, FP16 = "bfloat16", "float16"
+BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 
 
 def _config(k_bits, v_bits, head_dim, page_size, heads, q_dtype, params=FP16, **tile) -> DecodeConfig:
@@ -64,6 +66,35 @@ INT2_FP16, INT4_FP16 = _config(2, 2, 128, 64, 4, FP16), _config(4, 4, 128, 64, 4
 LONG = (INT2_FP16, INT4_FP16, MIXED[1], INT4)
 KERNELS = tuple(dict.fromkeys((*LAYOUTS, *MIXED, *TILES, INT2, INT4, *LONG)))
 
+
+def _append(k_bits, v_bits, head_dim, page_size, dtype, k_group=None, v_group=None, params=FP16, vector=True):
+    fmt = KVFormat.make(k_bits, v_bits, k_group=k_group, v_group=v_group, params=params)
+    return AppendConfig(fmt, head_dim, page_size, dtype, vector)
+
+
+# Every head_dim with every number of bits and every group, every page size, dtype and type of the parameters.
+APPENDS = (
+    _append(2, 2, 64, 16, BF16),
+    _append(4, 2, 64, 32, FP16, 32, 64, BF16),
+    _append(2, 4, 64, 128, FP32, 32, 32),
+    _append(2, 2, 128, 64, BF16),
+    _append(4, 4, 128, 64, BF16),
+    _append(2, 4, 128, 16, FP16, 32, 64),
+    _append(4, 2, 128, 32, FP32, 64, 32, BF16),
+    _append(4, 4, 128, 128, BF16, 32, 64, FP16, False),
+    _append(2, 2, 128, 64, FP32, 64, 128, BF16, False),
+    _append(2, 2, 256, 64, BF16),
+    _append(4, 2, 256, 16, FP32, 32, 64),
+    _append(2, 4, 256, 32, FP16, 128, 32, BF16),
+    _append(4, 4, 256, 128, BF16, 64, 256, BF16),
+    _append(2, 4, 80, 16, BF16),
+    _append(4, 2, 80, 64, FP16, 32, 64, BF16),
+    _append(2, 2, 96, 32, BF16, 32, 64),
+    _append(4, 4, 96, 64, FP32, 64, 96, FP16, False),
+    _append(2, 4, 112, 64, FP16, 64, 32, FP16, False),
+    _append(4, 2, 112, 128, BF16, 32, None, BF16),
+)
+
 Q_TYPES = {BF16: torch.bfloat16, FP16: torch.float16}
 
 
@@ -95,11 +126,18 @@ def with_heads(group: int) -> DecodeConfig:
     return next(c for c in KERNELS if c.heads == heads and c.head_dim == 128)
 
 
+def appends() -> list[AppendConfig]:
+    """APPENDS, and what the caches of the decode tests are filled with."""
+    decode = (AppendConfig(c.format, c.head_dim, c.page_size, dtype) for c in KERNELS for dtype in Q_TYPES)
+    return list(dict.fromkeys((*APPENDS, *decode)))
+
+
 def jobs() -> list[tuple[str, object, str]]:
-    """(name, config, builder) of every kernel: decode, combine, the stages' probes, the tiny one of test_launch.py."""
+    """(name, config, builder) of every kernel: decode, combine, append, the stages' probes, the tests' tiny one."""
     from support import probes, tiny_kernel
 
     found = dict.fromkeys(job[:3] for c in KERNELS for job in kernels(c))
+    found |= dict.fromkeys((append_config.NAME, c, append_config.BUILDER) for c in appends())
     found |= dict.fromkeys((f"probe_{p.stage}", p, probes.BUILDER) for p in probes.PROBES)
     return [*found, (tiny_kernel.NAME, tiny_kernel.TinyConfig(), tiny_kernel.BUILDER)]
 

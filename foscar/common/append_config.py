@@ -1,0 +1,83 @@
+"""What an append kernel is compiled for, its parameters and its grid: pure integers, no DSL and no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .formats import FormatError, KVFormat, RecordLayout
+
+NAME, BUILDER = "append", f"{__package__}.append_kernel:build"
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of k and v: bytes of an element
+THREADS = 128
+CHANNELS = 4  # consecutive ones that a thread has at each bit position: a word of a row
+MAX_HEADS = 65535  # of a grid's second dimension
+
+# The kernel's parameters, by name and kind, in the order of its signature. Strides of k and v count elements, of the
+# table entries, of the cache bytes.
+PARAMETERS: dict[str, str] = {
+    "k": "i64",  # [n, kv_heads, head_dim] of the config's dtype
+    "k_stride": "i64",
+    "k_head_stride": "i64",
+    "v": "i64",
+    "v_stride": "i64",
+    "v_head_stride": "i64",
+    "cache": "i64",  # records
+    "page_stride": "i64",
+    "head_stride": "i64",
+    "pages": "i64",  # int32 [batch, max_pages], rows ``table_stride`` apart
+    "table_stride": "i64",
+    "lengths": "i64",  # int32 [batch], before the append
+    "indptr": "i64",  # int32 [batch + 1], or 0: row i is request i's
+    "n": "i32",
+    "batch": "i32",
+    "max_pages": "i32",
+    "num_pages": "i32",
+}
+
+
+def per_token(format: KVFormat) -> bool:
+    """Whether there is an append kernel for a format."""
+    return format.k.axis == format.v.axis == "token"
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """One append kernel.
+
+    Args:
+        format: of the cache, K and V per token.
+        head_dim: the caller's, of k and v.
+        page_size: tokens.
+        dtype: of k and v: "bfloat16", "float16" or "float32".
+        vector: whether every row of k and v begins at a multiple of ``CHANNELS`` elements: 4 of them per load.
+
+    Raises:
+        FormatError: an axis, head_dim, page_size or dtype that there is no append kernel for.
+    """
+
+    format: KVFormat
+    head_dim: int
+    page_size: int
+    dtype: str = "bfloat16"
+    vector: bool = True
+
+    def __post_init__(self) -> None:
+        if not per_token(self.format):
+            raise FormatError(f"the append kernel takes K and V per token, not {self.format.name}")
+        if self.dtype not in DTYPES:
+            raise FormatError(f"k and v must be one of {tuple(DTYPES)}, not {self.dtype!r}")
+        self.layout  # noqa: B018 (raises for what has no record)
+
+    @cached_property
+    def layout(self) -> RecordLayout:
+        return self.format.layout(self.head_dim, self.page_size)
+
+    def lanes(self, row_bytes: int) -> int:
+        """Threads that share a row (one token of one head) of K or V: a power of two, at most a warp."""
+        return row_bytes // CHANNELS
+
+    def grid(self, n: int, kv_heads: int) -> tuple[int, int, int]:
+        """Blocks for ``n`` > 0 tokens: [tokens, KV heads, K and V]."""
+        lanes = max(self.lanes(self.layout.k_row_bytes), self.lanes(self.layout.v_row_bytes))
+        return -(-n * lanes // THREADS), kv_heads, 2
