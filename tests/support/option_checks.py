@@ -38,7 +38,7 @@ class OptionCase:
 
     @property
     def q_indptr(self) -> torch.Tensor | None:
-        return None if self.q_lens is None else indptr_of(self.q_lens)
+        return None if self.q_lens is None else indptr_of(self.q_lens, self.case.q.device)
 
     @property
     def variant(self) -> dict:

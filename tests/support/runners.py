@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import foscar
 from foscar import api
 from foscar.common.cache import PagedKVCache
+from foscar.common.options import Variant
 from foscar.hopper import decode as decode_module
 from foscar.hopper.config import ARCH, TileConfig
 from foscar.hopper.decode import HopperDecode, Tables
@@ -146,7 +148,8 @@ class EmulatedDecode(HopperDecode):
 
         for x in vars(buffers).values():
             x.fill_(math.nan if x.is_floating_point() else -1)
-        given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values())
+        more = (y for x in rest if isinstance(x, Variant) for y in (x.sinks, x.q_indptr))
+        given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values(), *more)
         self.tensors = {x.data_ptr(): x for x in given if x is not None and x.numel()}
         self.memory = Memory()
         with mock.patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)):
@@ -173,13 +176,19 @@ class EmulatorRunner:
     def workers(self, config) -> int:
         return config.warpgroups * self.ctas
 
-    def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
-        config_of(q, cache, tile)
+    @contextlib.contextmanager
+    def active(self):
+        """While it is, calls of the public API on CPU tensors run the kernels here."""
         with (
             mock.patch.object(api, "device_arch", lambda device: ARCH),
             mock.patch.object(api, "_backend", lambda name, cache: "cuda"),
             mock.patch.object(api, "decoder", self._decoder),
         ):
+            yield
+
+    def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
+        config_of(q, cache, tile)
+        with self.active():
             return call(q, cache, tables, tile=tile, sm_scale=sm_scale, lse_base=lse_base, out=out, backend="cuda")
 
 
