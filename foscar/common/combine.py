@@ -3,10 +3,11 @@
 Each part is a normalized output with its LSE in base 2, so ``O = sum_s 2^(lse_s - lse) O_s`` and
 ``lse = log2 sum_s 2^lse_s`` (the associative merge of FlashAttention's split-KV).  Who shares an item follows from the
 lengths, as in the decode kernel (schedule.py): an entry is an item where there are few, else a worker, which begins at
-most one item that others finish; plan.combine_grid chooses.  Sinks and the output scale join here, once, at the end.  A CTA takes up to ``heads_per_cta`` query heads of one
-entry, its warps share out heads and then parts, and CTAs with less than two parts to merge return at once.  The kernel
-follows the decode kernel on the same stream with programmatic stream serialization: it starts early, reads the lengths
-(complete, or the decode kernel had not started) and then waits for the decode kernel's results itself.
+most one item that others finish; plan.combine_grid chooses.  Sinks and the output scale join at the end, once.
+A CTA takes up to ``heads_per_cta`` query heads of one entry, its warps share out heads and then parts, and CTAs with
+less than two parts to merge return at once.  The kernel follows the decode kernel on the same stream with programmatic
+stream serialization: it starts early, reads the lengths (complete, or the decode kernel had not started) and then waits
+for the decode kernel's results itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BATCH = 8  # parts that a warp has in flight
 
 @dataclass
 class Args:
-    """The kernel's arguments: as the decode kernel's (hopper/kernel.py), and how its grid is cut (plan.combine_grid)."""
+    """The kernel's arguments: the decode kernel's (hopper/kernel.py), and how its own grid is cut."""
 
     out: Int64
     out_stride: Int64

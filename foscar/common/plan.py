@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 TILE_TOKENS = 128  # of a stage and of a softmax step: 256 fail the numeric contract on an attention sink
 
 
+WIDE_CAP = 256.0
 MAX_ROWS = 16  # query rows that an item of the decode kernel has room for
 
 
@@ -22,7 +23,8 @@ class KernelOptions:
 
     Args:
         window: a sliding window; tiles before it are no part of an item.
-        soft_cap: logits are capped.
+        soft_cap: logits are capped, with an error of up to 2^-22 of the cap.
+        wide_cap: of soft-caps above WIDE_CAP: logits far below the cap keep their precision.
         sinks: a logit per query head joins the denominator.
         out_scale: the output is multiplied by a number.
         rows: an item has rows, (query token, head of the group) pairs, up to the config's ``heads`` of them; a request
@@ -31,6 +33,7 @@ class KernelOptions:
 
     window: bool = False
     soft_cap: bool = False
+    wide_cap: bool = False
     sinks: bool = False
     out_scale: bool = False
     rows: bool = False
@@ -96,10 +99,13 @@ class Cut:
     chunks: int = 1
 
     @classmethod
-    def make(
-        cls, length: int, tile_tokens: int, rows: int = 1, q_len: int = 1, group: int = 1, window: int | None = None
-    ):
-        """``rows``: of an item; ``q_len``: query tokens of the request; the device's is schedule.cut_of."""
+    def make(cls, length: int, tile_tokens: int, *, rows=1, q_len=1, group=1, window: int | None = None) -> Cut:
+        """Of a request of ``length`` tokens and ``q_len`` query tokens (schedule.cut_of on the device).
+
+        Args:
+            rows, group: of an item; query heads per KV head.
+            window: see foscar.AttentionOptions.
+        """
         if q_len == 0:
             length = 0  # nothing to compute, nothing to read
         first = 0 if window is None else max(0, length - q_len + 1 - window) // tile_tokens

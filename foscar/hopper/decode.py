@@ -14,7 +14,7 @@ from ..common import jit
 from ..common.cache import PagedKVCache
 from ..common.launch import load_kernel
 from ..common.options import FLOAT32_MAX, AttentionOptions, Variant
-from ..common.plan import MAX_ROWS, CombineConfig, KernelOptions, Workspace, combine_grid
+from ..common.plan import MAX_ROWS, WIDE_CAP, CombineConfig, KernelOptions, Workspace, combine_grid
 from . import arguments
 from .config import ARCH, DecodeConfig
 
@@ -42,6 +42,7 @@ def options_of(variant: Variant, group: int) -> KernelOptions:
     return KernelOptions(
         window=options.window != plain.window,
         soft_cap=options.soft_cap != plain.soft_cap,
+        wide_cap=options.soft_cap > WIDE_CAP,
         sinks=variant.sinks is not None,
         out_scale=options.out_scale != plain.out_scale,
         rows=variant.q_indptr is not None or group > MAX_ROWS,
@@ -129,7 +130,7 @@ def launch_values(
 
 def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConfig, str, dict[str, str]], ...]:
     """(name, config, builder, parameters) of the decode kernel and its combine, for jit.load_or_compile."""
-    options = dataclasses.replace(config.options, soft_cap=False)
+    options = dataclasses.replace(config.options, soft_cap=False, wide_cap=False)
     combine = CombineConfig(config.head_dim, config.q_dtype, options)
     return (
         ("hopper_decode", config, f"{BUILD}:build_decode", arguments.decode(config.options)),

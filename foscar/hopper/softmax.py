@@ -31,8 +31,8 @@ from .pv import PROB_TOP
 MAGIC = 8388608.0  # 2^23: adding it leaves a float's integer part in the low mantissa bits
 # Stands in for a V scale of 0, so that its logarithm and reciprocal, and bias / scale, are finite.
 SMALLEST_SCALE = {"float16": 2.0**-64, "bfloat16": 2.0**-100}
-# A soft-cap's tanh(u) is the start of its series where |2 u log2(e)| is below this, so that small logits keep their
-# relative precision: the next term is 6e-8 of it there, and 1 - 2 / (1 + e^2u) off by 2^-23 is 1e-6 of it.
+# Under a wide soft-cap tanh(u) is the start of its series where |2 u log2(e)| is below this: the next term is 6e-8 of
+# it there, and 1 - 2 / (1 + e^2u), off by 2^-22, is 2e-6 of it.
 SERIES_BELOW = 0.288
 TOKENS = 4  # of one thread in a tile
 
@@ -149,15 +149,20 @@ def tile_maxima(w: list, shared, warp: Int32, lane: Int32, barrier: Int32, cfg: 
     return result
 
 
-def cap_logit(y, cap, v_log) -> Float32:
-    """``cap tanh(u) + v_log`` from ``y = 2 u log2(e)``; ``u`` is the logit over the soft-cap, ``cap`` in base 2."""
-    half = 0.5 * math.log(2.0)  # u / y
-    square = y * y
-    series = device.fma(square, Float32(half**5 * 2 / 15), Float32(-(half**3) / 3))
-    series = device.fma(series, square, Float32(half)) * y
-    far = device.fma(Float32(-2.0), device.reciprocal(device.exp2(y) + Float32(1.0)), Float32(1.0))
-    near = device.absolute(y) < Float32(SERIES_BELOW)
-    return device.fma(Float32(cutlass.select_(near, series, far)), cap, v_log)
+def cap_logit(y, cap, v_log, wide: bool) -> Float32:
+    """``cap tanh(u) + v_log`` from ``y = 2 u log2(e)``; ``u`` is the logit over the soft-cap, ``cap`` in base 2.
+
+    tanh.approx is off by up to 2^-11 of a logit, eight times what an LSE may be off by.
+    """
+    result = device.fma(Float32(-2.0), device.reciprocal(device.exp2(y) + Float32(1.0)), Float32(1.0))
+    if wide:
+        half = 0.5 * math.log(2.0)  # u / y
+        square = y * y
+        series = device.fma(square, Float32(half**5 * 2 / 15), Float32(-(half**3) / 3))
+        series = device.fma(series, square, Float32(half)) * y
+        near = device.absolute(y) < Float32(SERIES_BELOW)
+        result = Float32(cutlass.select_(near, series, result))
+    return device.fma(result, cap, v_log)
 
 
 def mask_scores(w: list, limit: list, window) -> list:
@@ -188,7 +193,7 @@ def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cu
             raw = Float32(s[i // 2][e] * 256 + s[i // 2][e + 1])
             z = fold.k_token_score(raw, q_sum[j], params.k_scale[i], params.k_bias[i], fma=device.fma)
             if cutlass.const_expr(cfg.options.soft_cap):
-                row.append(cap_logit(z * factor[j], cap, params.v_log[i]))
+                row.append(cap_logit(z * factor[j], cap, params.v_log[i], cfg.options.wide_cap))
             else:
                 row.append(device.fma(z, factor[j], params.v_log[i]))
         w.append(row)

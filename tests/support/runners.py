@@ -95,6 +95,10 @@ class GpuRunner:
     def workers(self, config) -> int:
         return config.warpgroups * torch.cuda.get_device_properties(self.device).multi_processor_count
 
+    def run(self, body, *arguments, **named):
+        """``body(..., device=this one)``, a function that calls the public API."""
+        return body(*arguments, device=self.device, **named)
+
     def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
         config_of(q, cache, tile)
         there = mirror_cache(cache, self.device)
@@ -176,6 +180,11 @@ class EmulatorRunner:
     def workers(self, config) -> int:
         return config.warpgroups * self.ctas
 
+    def run(self, body, *arguments, **named):
+        """A function that calls the public API on CPU tensors."""
+        with self.active():
+            return body(*arguments, **named)
+
     @contextlib.contextmanager
     def active(self):
         """While it is, calls of the public API on CPU tensors run the kernels here."""
@@ -197,6 +206,18 @@ class ScheduledRunner(EmulatorRunner):
 
     def __init__(self, ctas: int = 1):
         super().__init__(ctas)
+
+    def run(self, body, *arguments, **named):
+        first = None
+        for name, schedule in SCHEDULES.items():
+            try:
+                found = EmulatorRunner(self.ctas, **schedule).run(body, *arguments, **named)
+            except Exception as e:
+                raise AssertionError(f"schedule {name!r}: {type(e).__name__}: {e}") from e
+            first = first or found
+            for got, want in zip(found, first, strict=True):
+                assert_equal(got, want, (f"schedule {name}: row", "head", "channel"))
+        return first
 
     def decode(self, q, cache, tables, *, out=None, **options):
         first = None
