@@ -32,6 +32,7 @@ from .common.append_config import AppendConfig
 from .common.config import ConfigError
 from .common.errors import CompileError, MissingDependencyError
 from .common.formats import FormatError, KVFormat
+from .common.plan import PLAIN, KernelOptions
 from .hopper import config as hopper
 from .hopper import decode as hopper_decode
 
@@ -53,7 +54,8 @@ class Job:
 
     def __str__(self) -> str:
         fields = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config)}
-        shown = (f"{name} {getattr(value, 'name', value)}" for name, value in fields.items() if name != "tile")
+        names = {name: getattr(value, "name", value) for name, value in fields.items() if name != "tile"}
+        shown = (f"{name} {value}" for name, value in names.items() if name != "options" or value)
         return f"{self.name} {self.arch} ({', '.join(shown)})"
 
     def find(self, root: Path) -> Path | None:
@@ -88,23 +90,29 @@ def plan(
     heads: Iterable[int],
     q_dtypes: Iterable[str],
     knobs: dict[str, Any] | None = None,
+    options: str = "",
 ) -> Iterator[Job]:
     """The kernels of every combination; the same one may come several times.
 
     Args:
         arch: "sm_90a", "sm_100a" or "sm_103a".
-        heads: query heads per KV head; a kernel may serve fewer, too.
+        heads: query heads per KV head; a kernel may serve fewer, too.  With the option "rows": pairs of a query token
+            and a head in one pass, up to 16.
         q_dtypes: "bfloat16", "float16".
         knobs: fields of the architecture's TileConfig; None: its defaults.
+        options: what the kernels compute beside plain attention (:attr:`foscar.common.plan.KernelOptions.name`).
 
     Raises:
-        FormatError, ConfigError: a combination that there is no kernel for.
+        FormatError, ConfigError, ValueError: a combination that there is no kernel for.
     """
     module, kernels = ARCHS[arch]
-    tile = module.TileConfig(**(knobs or {}))
+    tile, wanted = module.TileConfig(**(knobs or {})), KernelOptions.parse(options)
+    if module is blackwell and wanted != PLAIN:
+        raise ValueError(f"the Blackwell kernel does not take {options} yet")
+    more = {} if module is blackwell else {"options": wanted}
     for fmt, dim, page, group, dtype in itertools.product(formats, head_dims, page_sizes, heads, q_dtypes):
         layout, padded = fmt.layout(dim, page), -(-group // 4) * 4
-        config = module.DecodeConfig(layout.kernel_format, layout.padded_head_dim, page, padded, dtype, tile)
+        config = module.DecodeConfig(layout.kernel_format, layout.padded_head_dim, page, padded, dtype, tile, **more)
         for name, part, builder, _ in kernels(config):
             yield Job(name, part, arch, builder)
         if append_config.per_token(fmt):
@@ -212,7 +220,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
         formats = [KVFormat.parse(name) for name in _items(args.formats)]
     except FormatError as e:
         raise ValueError(f"--formats: {e}") from None
-    jobs = [job for arch in archs for job in plan(arch, formats, *shapes, dtypes, _knobs(arch, args.set))]
+    jobs = [job for arch in archs for job in plan(arch, formats, *shapes, dtypes, _knobs(arch, args.set), args.options)]
     if not jobs:
         raise ValueError("nothing to do: --formats and --q-dtypes must name something")
     return jobs
@@ -229,6 +237,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page-sizes", default="64", help="tokens; default %(default)s")
     parser.add_argument("--heads", default="4", help="query heads per KV head; default %(default)s")
     parser.add_argument("--q-dtypes", default="bfloat16", help="bfloat16, float16; default %(default)s")
+    parser.add_argument("--options", default="", help="of window, soft_cap, wide_cap (above 256), sinks, out_scale, "
+                        "rows (q_indptr, or more than 16 heads); default none")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a knob of the tile config")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
                         help="compile so many at once; default: the processors, %(default)s here")  # fmt: skip

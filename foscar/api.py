@@ -5,6 +5,7 @@ All user errors are raised here, in wrapper.py or in checks.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -34,9 +35,10 @@ from .common.config import MAX_HEADS
 from .common.errors import UnsupportedDeviceError
 from .common.launch import device_arch
 from .common.options import DEFAULT_Q_LEN, AttentionOptions, Variant
+from .common.plan import rows_of_item
 from .common.reference import decode_folded
 from .hopper.config import ARCH, DecodeConfig, TileConfig
-from .hopper.decode import HopperDecode, Tables, decoder
+from .hopper.decode import HopperDecode, Tables, decoder, options_of
 
 
 def _readable(q: torch.Tensor) -> torch.Tensor:
@@ -63,20 +65,25 @@ _config = functools.cache(DecodeConfig)  # checking one costs as much as all of 
 _blackwell_config = functools.cache(blackwell.DecodeConfig)
 
 
-def _load(cache: PagedKVCache, heads: int, dtype: torch.dtype, tile: TileConfig | None) -> HopperDecode:
+def _load(
+    cache: PagedKVCache, heads: int, dtype: torch.dtype, tile: TileConfig | None, variant: Variant
+) -> HopperDecode:
     """What a call launches, compiled and loaded on first use."""
     group = heads // cache.num_kv_heads
-    require(group <= MAX_HEADS, f"the Hopper kernel takes 1 to {MAX_HEADS} query heads per KV head, not {group}")
     arch = device_arch(cache.device)
     layout = cache.layout
-    shape = (layout.kernel_format, layout.padded_head_dim, cache.page_size, -(-group // 4) * 4, Q_DTYPES[dtype])
+    rows = rows_of_item(group, 1 if variant.q_indptr is None else variant.max_q_len)
+    shape = (layout.kernel_format, layout.padded_head_dim, cache.page_size, rows, Q_DTYPES[dtype])
     if arch in blackwell.ARCHS:
+        check_kernel_options(variant)
+        require(group <= MAX_HEADS, f"the Blackwell kernel takes 1 to {MAX_HEADS} query heads per KV head, not {group}")
         return blackwell_decoder(_blackwell_config(*shape, tile or blackwell.TileConfig()), cache.device.index)
     if arch != ARCH:
         raise UnsupportedDeviceError(f"there are kernels for {ARCH} (Hopper: H100, H200) and "
                                      f"{', '.join(blackwell.ARCHS)} (Blackwell: B200, B300) only, not for {arch}; "
                                      f"backend='torch' runs anywhere")  # fmt: skip
-    return decoder(_config(*shape, tile or TileConfig()), cache.device.index)
+    options = options_of(variant, group)
+    return decoder(_config(*shape, tile or TileConfig(), options), cache.device.index)
 
 
 def _backend(name: str, cache: PagedKVCache) -> str:
@@ -100,8 +107,7 @@ def kernels_for(
     """What a call launches, compiled and loaded on first use; None for the torch backend and for no requests."""
     if _backend(backend, cache) == "torch" or batch == 0:
         return None
-    check_kernel_options(variant)
-    return _load(cache, heads, dtype, tile)
+    return _load(cache, heads, dtype, tile, variant)
 
 
 def _decode_folded(q, cache, tables, sm_scale, out, lse, lse_base, variant):
@@ -136,8 +142,14 @@ def decode_into(q, cache, tables, sm_scale, out, lse, lse_base, kernels, buffers
     direct = out.stride(2) == 1 and not padding
     target = out if direct else out.new_empty(*out.shape[:2], cache.padded_head_dim)
     log_sum = lse if lse is None or lse.is_contiguous() else torch.empty(lse.shape, device=lse.device)
+    if variant.q_indptr is not None:
+        variant = dataclasses.replace(variant, q_indptr=variant.q_indptr.contiguous())
+        if target is not out:  # rows that no request has stay as they are
+            target[..., : cache.head_dim].copy_(out)
+        if log_sum is not lse:
+            log_sum.copy_(lse)
     query = torch.nn.functional.pad(q, (0, padding)) if padding else _readable(q)
-    kernels(query, cache, tables, target, log_sum, buffers, sm_scale, lse_base)
+    kernels(query, cache, tables, target, log_sum, buffers, sm_scale, lse_base, variant)
     if target is not out:
         out.copy_(target[..., : cache.head_dim])
     if log_sum is not lse:
@@ -211,8 +223,10 @@ def decode_attention(
         FormatError: a format, head_dim or page size that the kernel does not take.
         UnsupportedDeviceError: a GPU that there is no kernel for.
 
-    What the options compute is written out in :mod:`foscar.common.options`.  The kernels do not take them, sinks or
-    ``q_indptr`` yet and say so; ``backend="torch"`` takes all of them on any device.
+    What the options compute is written out in :mod:`foscar.common.options`.  The Blackwell kernel does not take
+    them, sinks or ``q_indptr`` yet and says so; ``backend="torch"`` takes all of them on any device.  The Hopper kernel
+    computes 16 (query token, head of a group) pairs in one pass over the cache and reads it again for every further
+    16; how many a request has is read on the device, ``max_q_len`` only chooses the kernel.
     """
     if torch.compiler.is_compiling():
         return traced.decode_attention(

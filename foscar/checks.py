@@ -133,7 +133,7 @@ def with_sinks(variant: Variant, sinks: torch.Tensor | None, heads: int, device:
 
 
 def check_kernel_options(variant: Variant) -> None:
-    """Refuse what the kernels do not take yet; the torch backend takes all of it."""
+    """Refuse what the Blackwell kernel does not take yet; Hopper's and the torch backend take all of it."""
     options, plain = variant.options, AttentionOptions()
     used = {
         "a sliding window": options.window != plain.window,
@@ -143,7 +143,7 @@ def check_kernel_options(variant: Variant) -> None:
         "several query tokens per request (q_indptr)": variant.q_indptr is not None,
     }
     refused = ", ".join(name for name, there in used.items() if there)
-    require(not refused, f"the kernels do not take {refused} yet; backend='torch' does")
+    require(not refused, f"the Blackwell kernel does not take {refused} yet; backend='torch' does")
 
 
 def check_rows(q_indptr: Sequence[int], rows: int, max_q_len: int) -> None:

@@ -205,8 +205,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             out, or (out, lse) with ``return_lse``; see :func:`foscar.decode_attention`.
         """
         wants_lse = return_lse or lse is not None
-        if self._replay is not None and sinks is None and self._replay.fits(q, cache, out, lse, wants_lse):
-            out, lse = self._replay(q, cache, out, lse)
+        if self._replay is not None and self._replay.fits(q, cache, out, lse, sinks, wants_lse):
+            out, lse = self._replay(q, cache, out, lse, sinks)
             return (out, lse) if return_lse else out
         require(self._tables is not None, "call plan before run")
         check_types(cache, q=q)
@@ -230,7 +230,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         kernels = kernels_for(backend, cache, self._batch, heads, dtype, tile, variant)
         buffers = kernels and self._workspace(kernels, heads // kv_heads)
         decode_into(q, cache, self._tables, scale, out, lse, lse_base, kernels, buffers, variant)
-        if kernels is not None and sinks is None and q.device.type == "cuda" and is_direct(q, cache, out, lse):
-            bound = kernels.bind(q, cache, self._tables, out, lse, buffers, scale, lse_base)
-            self._replay = Replay(q, cache, *given, lse, bound)
+        if kernels is not None and q.device.type == "cuda" and is_direct(q, cache, out, lse):
+            bound = kernels.bind(q, cache, self._tables, out, lse, buffers, scale, lse_base, variant)
+            self._replay = Replay(q, cache, *given, sinks, lse, bound)
         return (out, lse) if return_lse else out

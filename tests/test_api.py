@@ -13,11 +13,20 @@ from support.decode_checks import assert_contract, compressed
 from support.inputs import Case, all_formats, int32, make_case, poison_slack, random_values
 
 import foscar
-from foscar import BatchDecodeWithPagedKVCacheWrapper, KVFormat, PagedKVCache, TileConfig, decode_attention
+from foscar import (
+    AttentionOptions,
+    BatchDecodeWithPagedKVCacheWrapper,
+    KVFormat,
+    PagedKVCache,
+    TileConfig,
+    decode_attention,
+)
 from foscar import api as api_module
 from foscar.common.errors import UnsupportedDeviceError
 from foscar.common.formats import FormatError
+from foscar.common.plan import KernelOptions
 from foscar.common.reference import decode_folded
+from foscar.hopper import arguments
 from foscar.hopper.config import ConfigError
 
 FORMATS = all_formats(groups=(None,))
@@ -401,7 +410,7 @@ class FakeKernels:
     def buffers(self, group):
         return SimpleNamespace(group=group)
 
-    def __call__(self, q, cache, tables, out, lse, buffers, sm_scale, lse_base):
+    def __call__(self, q, cache, tables, out, lse, buffers, sm_scale, lse_base, variant):
         width = 4 * (q.shape[2] // 64)
         assert q.stride(2) == 1 and q.data_ptr() % width == 0
         assert all(2 * s % width == 0 for s, n in zip(q.stride()[:2], q.shape[:2], strict=True) if n > 1)
@@ -410,10 +419,12 @@ class FakeKernels:
         assert buffers.group == q.shape[1] // cache.num_kv_heads
         self.calls.append((q, buffers))
         dense = api_module._dense(tables)
-        result, log_sum = decode_folded(q, cache, dense.pages, dense.lengths, sm_scale)
-        out.copy_(result)
+        more = {"options": variant.options, "sinks": variant.sinks, "q_indptr": variant.q_indptr}
+        result, log_sum = decode_folded(q, cache, dense.pages, dense.lengths, sm_scale, **more)
+        rows = q.shape[0] if variant.q_indptr is None else int(variant.q_indptr[-1])
+        out[:rows].copy_(result[:rows])
         if lse is not None:
-            lse.copy_(log_sum if lse_base == "e" else log_sum / math.log(2.0))
+            lse[:rows].copy_((log_sum if lse_base == "e" else log_sum / math.log(2.0))[:rows])
 
 
 @pytest.fixture
@@ -428,14 +439,48 @@ def kernels(monkeypatch):
 
 def test_the_kernel_that_a_call_needs(kernels):
     tile = TileConfig(kv_stages=3)
-    for group, heads in ((1, 4), (4, 4), (5, 8), (12, 12), (13, 16), (16, 16)):
+    for group, heads in ((1, 4), (4, 4), (5, 8), (12, 12), (13, 16), (16, 16), (17, 12), (24, 12), (64, 16)):
         case = make_case([20], page_size=16, group_heads=group, head_dim=64, fmt=KVFormat.int4(), dtype=torch.float16)
         out, lse = decode_attention(case.q, *case.tables, tile=tile, return_lse=True)
         assert_contract(out, lse, case)
         config = list(kernels)[-1]
         assert (config.format, config.head_dim, config.page_size) == (KVFormat.int4(), 64, 16)
         assert (config.heads, config.q_dtype, config.tile) == (heads, "float16", tile)
-    assert len(kernels) == 4
+        assert config.options == KernelOptions(rows=group > 16)
+    assert len(kernels) == 6
+
+
+def test_the_kernel_that_options_need(kernels):
+    sinks, indptr = torch.zeros(8), int32([0, 1])
+    for given, options, heads in (
+        ({}, "", 4),
+        ({"options": AttentionOptions()}, "", 4),
+        ({"options": AttentionOptions(window=9)}, "window", 4),
+        ({"options": AttentionOptions(soft_cap=256.0)}, "soft_cap", 4),
+        ({"options": AttentionOptions(soft_cap=257.0, out_scale=2.0)}, "soft_cap,wide_cap,out_scale", 4),
+        ({"sinks": sinks}, "sinks", 4),
+        ({"q_indptr": indptr}, "rows", 16),
+        ({"q_indptr": indptr, "max_q_len": 3}, "rows", 12),
+        ({"q_indptr": indptr, "max_q_len": 5, "sinks": sinks}, "sinks,rows", 12),
+    ):
+        case = make_case([20], page_size=16)
+        got = decode_attention(case.q, *case.tables, return_lse=True, **given)
+        config = next(c for c, fake in kernels.items() if fake.calls and fake.calls[-1][0] is case.q)
+        assert (config.options, config.heads) == (KernelOptions.parse(options), heads)
+        decode, combine = (arguments.decode(config.options), arguments.combine(config.options))
+        assert ("q_indptr" in decode, "sinks" in combine) == ("q_indptr" in given, "sinks" in given)
+        for a, b in zip(got, decode_attention(case.q, *case.tables, return_lse=True, backend="torch", **given),
+                        strict=True):  # fmt: skip
+            assert_equal(a, b)
+
+
+def test_rows_of_no_request_stay_as_they_are(kernels):
+    """Also where the kernel writes to a copy of out."""
+    case = make_case([20], page_size=16)
+    q = case.q.expand(3, -1, -1).contiguous()
+    out = torch.full((3, 128, 8), 7.0, dtype=q.dtype).transpose(1, 2)
+    decode_attention(q, *case.tables, q_indptr=int32([0, 1]), out=out, max_q_len=1)
+    assert bool((out[1:] == 7).all()) and not bool((out[0] == 7).all())
 
 
 def test_every_layout_reaches_the_kernel_in_a_form_that_it_takes(kernels):
@@ -524,7 +569,6 @@ def test_batch_zero_launches_nothing(kernels):
 @pytest.mark.parametrize(
     "options, tile, error, match",
     [
-        ({"group_heads": 17}, None, ValueError, "the Hopper kernel takes 1 to 16 query heads per KV head, not 17"),
         ({"head_dim": 256}, None, FormatError, "the Hopper kernel takes head_dim 64 and 128, not 256"),
         ({"fmt": KVFormat.make(2, k_axis="channel")}, None, FormatError, "takes K quantized per token .* 'channel'"),
         ({"fmt": KVFormat.make(2, v_group=32)}, None, FormatError, "takes V quantized per token with one group"),

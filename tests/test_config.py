@@ -8,11 +8,13 @@ import itertools
 import re
 
 import pytest
-from support.gpu_kernels import KERNELS
+from support.gpu_kernels import ALL as EVERY_OPTION
+from support.gpu_kernels import KERNELS, OPTIONS, name_of
 
 from foscar.common import jit
 from foscar.common.config import MAX_HEADS, Q_DTYPES
 from foscar.common.formats import PAGE_SIZES, FormatError, KVFormat
+from foscar.common.plan import KernelOptions
 from foscar.hopper import arguments
 from foscar.hopper.config import (
     ARCH,
@@ -164,31 +166,33 @@ def annotated(names: dict[str, str]) -> dict[str, str]:
     return {name: ANNOTATIONS[kind] for name, kind in names.items()}
 
 
-def signature(function, *others: str) -> dict[str, str]:
-    """Name -> annotation of the parameters before ``others``."""
-    parameters = inspect.signature(function).parameters
-    assert tuple(parameters)[-len(others) :] == others
-    return {name: p.annotation for name, p in parameters.items() if name not in others}
+def fields_of(arguments_class) -> dict[str, str]:
+    """Name -> annotation of a kernel's arguments, those of options without their ``| None``."""
+    return {f.name: f.type.removesuffix(" | None") for f in dataclasses.fields(arguments_class)}
 
 
-def test_names_and_order_are_those_of_the_kernels():
+def test_names_and_kinds_are_those_of_the_kernels():
     pytest.importorskip("cutlass", reason="the kernels need nvidia-cutlass-dsl")
+    from foscar.blackwell import kernel as blackwell_kernel
     from foscar.common import combine
     from foscar.hopper import kernel
 
-    for function, others in ((kernel.decode_kernel, ("cfg",)), (kernel.host, ("cfg", "stream"))):
-        assert list(signature(function, *others).items()) == list(annotated(arguments.DECODE).items())
-    for function, others in ((combine.combine_kernel, ("cfg",)), (combine.host, ("cfg", "stream"))):
-        assert list(signature(function, *others).items()) == list(annotated(arguments.COMBINE).items())
-    fields = {f.name: f.type for f in dataclasses.fields(kernel.Args)}
-    assert list(fields.items()) == list(annotated(arguments.DECODE).items())
+    every = KernelOptions(*[True] * len(dataclasses.fields(KernelOptions)))
+    assert arguments.decode() == arguments.DECODE and arguments.combine() == arguments.COMBINE
+    decode = {**annotated(arguments.decode(every)), "rows": "Int32"}  # which the decode kernel knows when compiled
+    assert fields_of(kernel.Args) == decode
+    assert fields_of(combine.Args) == annotated(arguments.combine(every))
+    plain = list(annotated(arguments.DECODE).items())
+    assert list(fields_of(kernel.Args).items())[: len(plain)] == plain
+    parameters = inspect.signature(blackwell_kernel.decode_kernel).parameters
+    assert [(name, p.annotation) for name, p in parameters.items() if name != "cfg"] == plain
 
 
 @pytest.mark.skipif(jit.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
-def test_compiled_kernels_take_these_parameters():
+@pytest.mark.parametrize("c", [KERNELS[0], next(c for c in OPTIONS if c.options.name == EVERY_OPTION)], ids=name_of)
+def test_compiled_kernels_take_these_parameters(c):
     """Types, sizes and natural alignment in the PTX; threads and shared memory as the config says."""
     size = {"i64": 8, "i32": 4, "f32": 4}
-    c = KERNELS[0]
     for name, part, builder, names in kernels(c):
         artifact = jit.load_or_compile(name, part, ARCH, builder)
         assert len(artifact.params) == len(names), name

@@ -114,14 +114,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_the_kernels_do_not_take_is_refused(what, monkeypatch):
+def test_what_the_blackwell_kernel_does_not_take_is_refused(what, monkeypatch):
     """Public report 29: one clear line and no kernel made; the torch backend takes it."""
     monkeypatch.setattr(api_module, "_backend", lambda name, cache: "torch" if name == "torch" else "cuda")
-    monkeypatch.setattr(api_module, "_load", lambda *arguments: pytest.fail("a kernel was made"))
+    monkeypatch.setattr(api_module, "device_arch", lambda device: "sm_100a")
+    monkeypatch.setattr(api_module, "blackwell_decoder", lambda *arguments: pytest.fail("a kernel was made"))
     case = make_case([5, 9], page_size=16)
     x = OptionCase(case, [1, 1] if "q_indptr" in REFUSED[what] else None)
     x.options, x.sinks = REFUSED[what].get("options", x.options), REFUSED[what].get("sinks")
     for wrapper in (None, "dense"):
-        with pytest.raises(ValueError, match=f"^the kernels do not take {what} yet; backend='torch' does$"):
+        with pytest.raises(ValueError, match=f"^the Blackwell kernel does not take {what} yet; backend='torch' does$"):
             call(x, wrapper=wrapper)
         assert_option_contract(*call(x, wrapper=wrapper, backend="torch"), x)

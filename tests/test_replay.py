@@ -38,24 +38,24 @@ class Recorder:
 
 
 def test_a_bound_launch_changes_addresses_only():
-    names = (["batch", "out", "lse", "q", "cache"], ["lse", "workers", "out"])
+    names = (["batch", "out", "lse", "q", "cache"], ["lse", "workers", "out", "sinks"])
     launches = [(Recorder(), n) for n in names]
     owner = SimpleNamespace(launches=launches, device=torch.device("cpu"), lock=threading.Lock())
-    first = [torch.zeros(4) for _ in range(4)]
+    first = [torch.zeros(4) for _ in range(5)]
     values = dict(zip(ADDRESSES, first, strict=True)) | {"batch": 7, "workers": 396, "by_item": 1}
     bound = Bound(owner, values, (132, 16))
     with mock.patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=55)):
-        for tensors in ([torch.zeros(4) for _ in range(4)], [*(torch.zeros(4) for _ in range(3)), None]):
+        for tensors in ([torch.zeros(4) for _ in range(5)], [*(torch.zeros(4) for _ in range(3)), None, None]):
             bound(*tensors)
-            q, cache, out, lse = (0 if x is None else x.data_ptr() for x in tensors)
+            q, cache, out, lse, sinks = (0 if x is None else x.data_ptr() for x in tensors)
             assert launches[0][0].calls[-1] == ([7, out, lse, q, cache], 132, 55)
-            assert launches[1][0].calls[-1] == ([lse, 396, out], 16, 55)
+            assert launches[1][0].calls[-1] == ([lse, 396, out, sinks], 16, 55)
 
 
-def replay_of(q, cache, out=None, lse=None, wants_lse=False):
+def replay_of(q, cache, out=None, lse=None, sinks=None, wants_lse=False):
     seen = []
     log_sum = torch.empty(SHAPE[:2]) if wants_lse else None
-    return Replay(q, cache, out, lse, log_sum, lambda *addresses: seen.append(addresses)), seen
+    return Replay(q, cache, out, lse, sinks, log_sum, lambda *addresses: seen.append(addresses)), seen
 
 
 def query(**changes) -> torch.Tensor:
@@ -66,18 +66,18 @@ def query(**changes) -> torch.Tensor:
 def test_a_like_call_is_repeated(wants_lse):
     replay, seen = replay_of(query(), cache_of(), wants_lse=wants_lse)
     q, cache = query(), cache_of()
-    assert replay.fits(q, cache, None, None, wants_lse)
-    out, lse = replay(q, cache, None, None)
-    assert seen == [(q, cache.data, out, lse)] or seen[0][2] is out
+    assert replay.fits(q, cache, None, None, None, wants_lse)
+    out, lse = replay(q, cache, None, None, None)
+    assert len(seen) == 1 and all(a is b for a, b in zip(seen[0], (q, cache.data, out, lse, None), strict=True))
     assert out.shape == q.shape and out.dtype == q.dtype and out.data_ptr() != q.data_ptr()
     assert (lse is None) != wants_lse and (lse is None or (lse.shape == SHAPE[:2] and lse.dtype == torch.float32))
 
 
 def test_another_call_is_not():
     """Every property that a check depends on."""
-    out, lse = query(), torch.empty(SHAPE[:2])
-    replay, _ = replay_of(query(), cache_of(), out, lse, True)
-    same = {"q": query(), "cache": cache_of(), "out": out, "lse": lse, "wants_lse": True}
+    out, lse, sinks = query(), torch.empty(SHAPE[:2]), torch.zeros(8)
+    replay, _ = replay_of(query(), cache_of(), out, lse, sinks, True)
+    same = {"q": query(), "cache": cache_of(), "out": out, "lse": lse, "sinks": sinks, "wants_lse": True}
     assert replay.fits(**same)
     record = cache_of().layout.record_bytes
     strided = torch.zeros(4, 2, record + 16, dtype=torch.uint8)[..., :record]
@@ -89,7 +89,7 @@ def test_another_call_is_not():
         {"cache": cache_of(page_size=32)}, {"cache": cache_of(kv_heads=4)}, {"cache": cache_of(bits=4)},
         {"cache": cache_of(data=strided)}, {"cache": None},
         {"out": None}, {"out": query().float()}, {"out": torch.zeros(2, 8, 256).bfloat16()[..., :128]},
-        {"lse": None}, {"lse": lse.double()}, {"wants_lse": False},
+        {"lse": None}, {"lse": lse.double()}, {"wants_lse": False}, {"sinks": None}, {"sinks": sinks[:4]},
     ):  # fmt: skip
         assert not replay.fits(**(same | change)), change
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 from ..common.config import ConfigError, check_problem, check_tile_fields
 from ..common.formats import KVFormat, RecordLayout
+from ..common.plan import PLAIN, KernelOptions
 
 ARCHS = ("sm_100a", "sm_103a")
 TILE_TOKENS = 128  # M of Q K^T, the contraction of P V, and the step after which O is promoted to float32
@@ -61,6 +63,8 @@ class DecodeConfig:
     heads: int
     q_dtype: str = "bfloat16"
     tile: TileConfig = field(default_factory=TileConfig)
+
+    options: ClassVar[KernelOptions] = PLAIN  # what this kernel shares with Hopper's asks for them
 
     def __post_init__(self) -> None:
         check_problem("Blackwell", self)

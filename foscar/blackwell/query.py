@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, Uint32
 
-from ..common import device, schedule
+from ..common import device, rows, schedule
 from ..hopper import query as hopper_query
 from . import lowfloat, pipeline, smem
 from .config import ROLES
@@ -80,13 +80,14 @@ def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -
     while left > 0:
         n = cutlass.min(left, schedule.tiles_of(lengths[request]) - tile)
         buffer = item & 1
-        rows = [hopper_query._read(args, request, head, warp + WARPS * j, lane, cfg) for j in range(cfg.heads // WARPS)]
+        item_rows = rows.of_item(args, request, head, cfg.options)
+        pairs = [hopper_query._read(args, item_rows, warp + WARPS * j, lane, cfg) for j in range(cfg.heads // WARPS)]
         pipeline.wait_empty(barriers, "q_empty", role, item)
         room = shared.query + buffer * cfg.query_bytes
         numbers = smem.reduction(cfg, shared, buffer)
         device.store_shared_where((warp == 0) & (lane == 0), numbers.tiles, n)
         for j in cutlass.range_constexpr(cfg.heads // WARPS):
-            _terms(rows[j], warp + WARPS * j, lane, args, room, numbers.factors, cfg)
+            _terms(pairs[j], warp + WARPS * j, lane, args, room, numbers.factors, cfg)
         cute.arch.fence_proxy("async.shared", space="cta")
         pipeline.arrive(barriers, "q_full", role, buffer, lane)
         item = item + 1

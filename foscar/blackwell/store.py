@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..common import device
+from ..common import device, rows
 from ..common.schedule import Work
 from ..hopper.store import write_head
 from . import lowfloat, unpack
@@ -25,10 +25,13 @@ def finish(args, state: tuple, work: Work, whole, warp: Int32, lane: Int32, cfg:
     m, l, b, o = state  # noqa: E741
     nh, blocks = cfg.heads_per_thread, cfg.head_dim // 32
     factors = unpack.position_factors(cfg, warp)
+    item = rows.of_item(args, work.request, work.head, cfg.options)
     for j in cutlass.range_constexpr(nh):
         index = lane % 4 + 4 * j
         if index < args.group:
             # l = 0 is an empty request: zeros and -inf.  A NaN stays one.
             inverse = cutlass.select_(l[j] == Float32(0.0), Float32(0.0), Float32(1.0) / l[j])
             out = [device.fma(o[j * blocks + r], factors[r] * Float32(UNIT), b[j]) * inverse for r in range(blocks)]
-            write_head(args, work, whole, index, out, m[j] + (device.log2(l[j]) - Float32(PROB_LOG)), warp, lane, cfg)
+            write_head(
+                args, work, item, whole, index, out, m[j] + (device.log2(l[j]) - Float32(PROB_LOG)), warp, lane, cfg
+            )

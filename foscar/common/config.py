@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 
 from .formats import FormatError
+from .plan import MAX_ROWS
 
-MAX_HEADS = 16  # query heads per KV head
+MAX_HEADS = MAX_ROWS  # query heads per KV head
 Q_DTYPES = ("bfloat16", "float16")
 
 

@@ -232,13 +232,15 @@ def _aot_flags(config: Any) -> str | None:
     named = {"format": "formats", "head_dim": "head-dims", "page_size": "page-sizes", "heads": "heads",
              "q_dtype": "q-dtypes", "out_dtype": "q-dtypes"}  # fmt: skip
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    tile = values.pop("tile", None)
+    tile, options = values.pop("tile", None), values.pop("options", None)
     if "head_dim" not in values or not values.keys() <= named.keys():
         return None
     flags = [f"--{named[name]} {getattr(value, 'name', value)}" for name, value in values.items()]
     if tile is not None:
         changed = {knob: x for knob, x in vars(tile).items() if x != getattr(type(tile)(), knob)}
         flags += [f"--set {knob}={x}" for knob, x in changed.items()]
+    if getattr(options, "name", ""):
+        flags.append(f"--options {options.name}")
     return " ".join(flags)
 
 

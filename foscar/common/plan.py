@@ -6,9 +6,70 @@ depend on lengths, so a captured graph replays correctly with others.  The rest 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 TILE_TOKENS = 128  # of a stage and of a softmax step: 256 fail the numeric contract on an attention sink
+
+
+WIDE_CAP = 256.0
+MAX_ROWS = 16  # query rows that an item of the decode kernel has room for
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """What a decode kernel and its combine compute beside plain attention (common/options.py has the formulas).
+
+    Compile-time: a kernel without an option has no code and no parameter of it.  Values are run-time parameters.
+
+    Args:
+        window: a sliding window; tiles before it are no part of an item.
+        soft_cap: logits are capped, with an error of up to 2^-22 of the cap.
+        wide_cap: of soft-caps above WIDE_CAP: logits far below the cap keep their precision.
+        sinks: a logit per query head joins the denominator.
+        out_scale: the output is multiplied by a number.
+        rows: an item has rows, (query token, head of the group) pairs, up to the config's ``heads`` of them; a request
+            with more has several items per KV head, which all read the cache.
+    """
+
+    window: bool = False
+    soft_cap: bool = False
+    wide_cap: bool = False
+    sinks: bool = False
+    out_scale: bool = False
+    rows: bool = False
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if type(getattr(self, f.name)) is not bool:
+                raise TypeError(f"{f.name} must be True or False, not {getattr(self, f.name)!r}")
+
+    @property
+    def name(self) -> str:
+        """Such as "window,sinks"; "" for none."""
+        return ",".join(f.name for f in fields(self) if getattr(self, f.name))
+
+    @classmethod
+    def parse(cls, name: str) -> KernelOptions:
+        """From :attr:`name`.
+
+        Raises:
+            ValueError: an option that there is not.
+        """
+        known, given = [f.name for f in fields(cls)], [part.strip() for part in name.split(",") if part.strip()]
+        for part in given:
+            if part not in known:
+                raise ValueError(f"options are {', '.join(known)}, not {part!r}")
+        return cls(**dict.fromkeys(given, True))
+
+
+PLAIN = KernelOptions()
+
+
+def rows_of_item(group: int, q_len: int) -> int:
+    """The config's ``heads`` for up to ``q_len`` query tokens of ``group`` heads: as few passes as there can be."""
+    rows = group * q_len
+    passes = -(-rows // MAX_ROWS)
+    return -(-rows // (4 * passes)) * 4
 
 
 def tiles_of(length: int, tile_tokens: int) -> int:
@@ -18,13 +79,37 @@ def tiles_of(length: int, tile_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tiles ``[tile, tile + tiles)`` of one (request, KV head), taken by ``worker``."""
+    """Tiles ``[tile, tile + tiles)`` of one item, taken by ``worker``; its tile 0 is tile ``first`` of the request."""
 
     worker: int
     request: int
     head: int
     tile: int
     tiles: int
+    chunk: int = 0
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the schedule makes of one request: ``chunks`` items per KV head, of ``tiles`` tiles from tile ``first``."""
+
+    first: int
+    tiles: int
+    chunks: int = 1
+
+    @classmethod
+    def make(cls, length: int, tile_tokens: int, *, rows=1, q_len=1, group=1, window: int | None = None) -> Cut:
+        """Of a request of ``length`` tokens and ``q_len`` query tokens (schedule.cut_of on the device).
+
+        Args:
+            rows, group: of an item; query heads per KV head.
+            window: see foscar.AttentionOptions.
+        """
+        if q_len == 0:
+            length = 0  # nothing to compute, nothing to read
+        first = 0 if window is None else max(0, length - q_len + 1 - window) // tile_tokens
+        return cls(first, tiles_of(length - first * tile_tokens, tile_tokens), max(1, -(-q_len * group // rows)))
 
 
 @dataclass(frozen=True)
@@ -47,28 +132,39 @@ def ranges(total: int, workers: int) -> list[tuple[int, int]]:
     return [(total * i // n, total * (i + 1) // n) for i in range(n)]
 
 
-def segments(lengths: list[int], kv_heads: int, workers: int, tile_tokens: int) -> list[Segment]:
-    """The whole launch, in the order of the line: requests outside, KV heads inside."""
-    items = [(b, h, tiles_of(n, tile_tokens)) for b, n in enumerate(lengths) for h in range(kv_heads)]
-    total = sum(t for _, _, t in items)
+def segments(
+    lengths: list[int], kv_heads: int, workers: int, tile_tokens: int, cuts_of: list[Cut] | None = None
+) -> list[Segment]:
+    """The whole launch, in the order of the line: requests outside, KV heads inside, row chunks innermost.
+
+    ``cuts_of``: of each request where there are options; None: plain attention.
+    """
+    cuts_of = cuts_of or [Cut.make(n, tile_tokens) for n in lengths]
+    items = [
+        (b, h, c, cut.first, cut.tiles)
+        for b, cut in enumerate(cuts_of)
+        for h in range(kv_heads)
+        for c in range(cut.chunks)
+    ]
+    total = sum(item[-1] for item in items)
     result = []
     cuts = iter(enumerate(ranges(total, workers)))
     worker, (_, end) = next(cuts)
     position = 0
-    for b, h, tiles in items:
+    for b, h, chunk, first, tiles in items:
         tile = 0
         while tile < tiles:
             if position == end:
                 worker, (_, end) = next(cuts)
             n = min(tiles - tile, end - position)
-            result.append(Segment(worker, b, h, tile, n))
+            result.append(Segment(worker, b, h, tile, n, chunk, first))
             tile += n
             position += n
     return result
 
 
 def combine_grid(items: int, workers: int, group: int, ctas: int) -> tuple[int, int, int]:
-    """(by_item, heads_per_cta, CTAs) of the combine kernel for ``items`` (request, KV head) pairs.
+    """(by_item, heads_per_cta, CTAs) of the combine kernel for ``items`` items of ``group`` heads or rows.
 
     Few items are split into many parts each, so a CTA takes one head; of many items most are whole or in two parts,
     so a CTA takes all heads, and looking per worker instead of per item bounds the CTAs that only look.
@@ -88,10 +184,12 @@ class CombineConfig:
     Args:
         head_dim: 64, 128 or 256.
         out_dtype: "bfloat16" or "float16".
+        options: the decode kernel's; a soft-cap is nothing to the combine.
     """
 
     head_dim: int
     out_dtype: str = "bfloat16"
+    options: KernelOptions = PLAIN
 
     @property
     def threads(self) -> int:

@@ -1,7 +1,10 @@
 """Which tiles a worker takes: the device-side schedule, read from the lengths at run time.
 
 An *item* is one (request, KV head); it has ``max(1, ceil(length / TILE_TOKENS))`` tiles, so that an empty request is
-visited too.  All tiles, request-major, head-minor, form one line of ``total`` tiles, cut into ``workers`` equal
+visited too.  With a sliding window its first tile is the one of the earliest token that any row of the request sees.
+Where a request may have more query rows than an item has room for, there is an item per chunk of rows, and *head* in
+this file counts (KV head, chunk) pairs, chunks innermost: neighbours on the line read the same pages.
+All tiles, request-major, head-minor, form one line of ``total`` tiles, cut into ``workers`` equal
 ranges: worker ``i`` takes ``[total * i // workers, total * (i + 1) // workers)`` (:func:`bound`).  A worker is one math
 warpgroup and its load warp; both walk the same range, so they need no messages about it.
 A worker shares at most two items with others; which, the combine finds from the same lengths (:func:`split_of_item`).
@@ -18,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from . import device
-from .plan import TILE_TOKENS
+from .plan import PLAIN, TILE_TOKENS, KernelOptions
 
 TILE_SHIFT = TILE_TOKENS.bit_length() - 1
 
@@ -28,7 +31,7 @@ class Work:
     """Where a worker stands on the line of tiles."""
 
     request: Int32
-    head: Int32  # KV head
+    head: Int32  # KV head and row chunk
     tile: Int32  # within the item
     position: Int32  # on the line
     left: Int32  # tiles to the end of the worker's range
@@ -40,6 +43,37 @@ class Work:
         return Work(request, head, tile, position, left, self.total, self.workers, self.worker)
 
 
+@dataclass
+class Requests:
+    """The arguments that the schedule reads, by the names that they have in every kernel's; None: not there."""
+
+    lengths: Int64
+    batch: Int32
+    kv_heads: Int32
+    group: Int32
+    rows: Int32 | None = None  # of an item
+    q_indptr: Int64 | None = None  # int32 [batch + 1], or 0: a query token per request
+    window: Int32 | None = None  # keys that a row sees, itself included; at most 2^30
+
+
+@dataclass
+class Cut:
+    """One request as it is cut into items."""
+
+    length: Int32  # tokens; 0 where there is no query row
+    first: Int32  # tile of the request that is tile 0 of its items
+    tiles: Int32  # of an item
+    heads: Int32  # items: KV heads times row chunks
+    chunks: Int32 | None = None  # per KV head
+    q_row: Int32 | None = None  # of the first query token
+    q_len: Int32 | None = None  # query tokens
+    span: Int32 | None = None  # tokens from the earliest that a row sees to the end
+
+    def kv_head(self, head) -> Int32:
+        """Of item ``head`` of the request."""
+        return head if self.chunks is None else head // self.chunks
+
+
 def lengths_of(args) -> cute.Tensor:
     return cute.make_tensor(device.global_pointer(Int32, args.lengths, 4), cute.make_layout(args.batch))
 
@@ -49,12 +83,46 @@ def tiles_of(length) -> Int32:
 
 
 @cute.jit
-def _total_tiles(lengths: cute.Tensor, batch: Int32, lane: Int32, request: Int32):
-    """Tiles of one head's line: all, and those before ``request``."""
+def _query_rows(args, request: Int32):
+    """The request's first row of q, and how many it has."""
+    first, count = request, Int32(1)
+    if args.q_indptr != Int64(0):
+        bounds = cute.make_tensor(device.global_pointer(Int32, args.q_indptr, 4), cute.make_layout(1 << 30))
+        first = bounds[request]
+        count = bounds[request + 1] - first
+    return first, count
+
+
+def cut_of(args, request, options: KernelOptions) -> Cut:
+    """How ``request`` is cut (plan.Cut on the host)."""
+    length = lengths_of(args)[request]
+    if not (options.rows or options.window):
+        return Cut(length, Int32(0), tiles_of(length), args.kv_heads)
+    chunks, q_row, q_len, heads, first, span = None, None, Int32(1), args.kv_heads, Int32(0), length
+    if options.rows:
+        q_row, q_len = _query_rows(args, request)
+        length = cutlass.select_(q_len > 0, length, Int32(0))
+        chunks = cutlass.max((q_len * args.group + (args.rows - 1)) // args.rows, Int32(1))
+        heads = args.kv_heads * chunks
+    if options.window:
+        start = cutlass.max(length - q_len + 1 - args.window, Int32(0))
+        first, span = start >> TILE_SHIFT, length - start
+    return Cut(length, first, tiles_of(length) - first, heads, chunks, q_row, q_len, span)
+
+
+def _line_tiles(args, request, options: KernelOptions) -> Int32:
+    """Tiles of the request on the line of one KV head."""
+    cut = cut_of(args, request, options)
+    return cut.tiles if cut.chunks is None else cut.tiles * cut.chunks
+
+
+@cute.jit
+def _total_tiles(args, options: cutlass.Constexpr, lane: Int32, request: Int32):
+    """Tiles of one KV head's line: all, and those before ``request``."""
     total = Int32(0)
     before = Int32(0)
-    for i in cutlass.range(lane, batch, 32, unroll=1):
-        tiles = tiles_of(lengths[i])
+    for i in cutlass.range(lane, args.batch, 32, unroll=1):
+        tiles = _line_tiles(args, i, options)
         total = total + tiles
         if i < request:
             before = before + tiles
@@ -63,15 +131,15 @@ def _total_tiles(lengths: cute.Tensor, batch: Int32, lane: Int32, request: Int32
 
 
 @cute.jit
-def _find_request(lengths: cute.Tensor, batch: Int32, lane: Int32, line: Int32):
-    """The request that holds position ``line`` of one head's line of tiles, and the tiles before it."""
+def _find_request(args, options: cutlass.Constexpr, lane: Int32, line: Int32):
+    """The request that holds position ``line`` of one KV head's line of tiles, and the tiles before it."""
     count = Int32(0)
     before = Int32(0)
     running = Int32(0)
-    for base in cutlass.range(0, batch, 32, unroll=1):
+    for base in cutlass.range(0, args.batch, 32, unroll=1):
         tiles = Int32(0)
-        if base + lane < batch:
-            tiles = tiles_of(lengths[base + lane])
+        if base + lane < args.batch:
+            tiles = _line_tiles(args, base + lane, options)
         upto = tiles
         for k in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(upto, offset=1 << k, mask_and_clamp=0)
@@ -108,12 +176,11 @@ def worker_of(total: Int32, workers: Int32, tile: Int32) -> Int32:
 
 
 @cute.jit
-def start(args, local: Int32, per_cta: cutlass.Constexpr, lane: Int32) -> Work:
+def start(args, local: Int32, per_cta: cutlass.Constexpr, lane: Int32, options: cutlass.Constexpr = PLAIN) -> Work:
     """The work of worker ``local`` (0 .. per_cta - 1) of this CTA."""
     cta = cute.arch.block_idx()[0]
     ctas = cute.arch.grid_dim()[0]
-    lengths = lengths_of(args)
-    total = _total_tiles(lengths, args.batch, lane, Int32(0))[0] * args.kv_heads
+    total = _total_tiles(args, options, lane, Int32(0))[0] * args.kv_heads
     workers = cutlass.min(ctas * per_cta, total)
     # Neighbours share a CTA, so that every SM gets the same bytes; where not every worker has a tile, CTAs come first.
     worker = cta * per_cta + local
@@ -124,9 +191,9 @@ def start(args, local: Int32, per_cta: cutlass.Constexpr, lane: Int32) -> Work:
     if worker >= workers:
         left = Int32(0)
         begin = Int32(0)
-    request, before = _find_request(lengths, args.batch, lane, begin // args.kv_heads)
+    request, before = _find_request(args, options, lane, begin // args.kv_heads)
     inside = begin - before * args.kv_heads
-    tiles = tiles_of(lengths[request])
+    tiles = cut_of(args, request, options).tiles
     return Work(request, inside // tiles, inside % tiles, begin, left, total, workers, worker)
 
 
@@ -141,29 +208,37 @@ class Split:
 
 
 @cute.jit
-def split_of_item(lengths: cute.Tensor, batch: Int32, kv_heads: Int32, most: Int32, item: Int32, lane: Int32) -> Split:
-    """Who shares ``item`` (request * kv_heads + KV head) where up to ``most`` workers take part; by one warp."""
-    request, head = item // kv_heads, item % kv_heads
-    line, before = _total_tiles(lengths, batch, lane, request)
-    total, tiles = line * kv_heads, tiles_of(lengths[request])
+def split_of_item(args, options: cutlass.Constexpr, most: Int32, heads: Int32, item: Int32, lane: Int32) -> Split:
+    """Who shares ``item`` (request * heads + head; ``heads``: the most that a request can have) where up to ``most``
+    workers take part; by one warp."""
+    request, head = item // heads, item % heads
+    line, before = _total_tiles(args, options, lane, request)
+    cut = cut_of(args, request, options)
+    total, tiles = line * args.kv_heads, cut.tiles
     workers = cutlass.min(most, total)
-    begin = before * kv_heads + head * tiles
-    first = worker_of(total, workers, begin)
-    return Split(request, head, first, worker_of(total, workers, begin + tiles - 1) - first + 1)
+    begin = before * args.kv_heads + head * tiles
+    first, count = Int32(0), Int32(0)
+    if cutlass.const_expr(options.rows):
+        if head < cut.heads:
+            first = worker_of(total, workers, begin)
+            count = worker_of(total, workers, begin + tiles - 1) - first + 1
+    else:
+        first = worker_of(total, workers, begin)
+        count = worker_of(total, workers, begin + tiles - 1) - first + 1
+    return Split(request, head, first, count)
 
 
 @cute.jit
-def split_of_worker(lengths: cute.Tensor, batch: Int32, kv_heads: Int32, most: Int32, worker: Int32,
-                    lane: Int32) -> Split:  # fmt: skip
+def split_of_worker(args, options: cutlass.Constexpr, most: Int32, worker: Int32, lane: Int32) -> Split:
     """The item that ``worker`` begins and others finish (it is the last of its range); by one warp."""
-    total = _total_tiles(lengths, batch, lane, Int32(0))[0] * kv_heads
+    total = _total_tiles(args, options, lane, Int32(0))[0] * args.kv_heads
     workers = cutlass.min(most, total)
     place = cutlass.min(worker, workers - 1)
     end = bound(total, workers, place + 1)
-    request, before = _find_request(lengths, batch, lane, (end - 1) // kv_heads)
-    tiles = tiles_of(lengths[request])
-    head = (end - 1 - before * kv_heads) // tiles
-    begin = before * kv_heads + head * tiles
+    request, before = _find_request(args, options, lane, (end - 1) // args.kv_heads)
+    tiles = cut_of(args, request, options).tiles
+    head = (end - 1 - before * args.kv_heads) // tiles
+    begin = before * args.kv_heads + head * tiles
     count = worker_of(total, workers, begin + tiles - 1) - place + 1
     if (worker >= workers) | (begin < bound(total, workers, place)):
         count = Int32(0)

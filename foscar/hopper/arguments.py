@@ -5,6 +5,8 @@ Addresses and strides are 64-bit; strides of q and out count elements, of the ca
 
 from __future__ import annotations
 
+from ..common.plan import PLAIN, KernelOptions
+
 DECODE: dict[str, str] = {
     "q": "i64",
     "q_stride": "i64",
@@ -35,3 +37,32 @@ _COMBINE_NAMES = (
 )  # fmt: skip
 COMBINE: dict[str, str] = {name: DECODE[name] for name in _COMBINE_NAMES}
 COMBINE |= {"workers": "i32", "by_item": "i32", "heads_per_cta": "i32"}
+
+# Parameters that come with an option: of both kernels, of the decode kernel, of the combine.
+_BOTH = {
+    "rows": {"q_indptr": "i64"},
+    "window": {"window": "i32"},
+    "sinks": {"sinks": "i64"},
+    "out_scale": {"out_scale": "f32"},
+}
+_DECODE_ONLY = {"soft_cap": {"soft_cap_log2": "f32"}}
+_COMBINE_ONLY = {"rows": {"rows": "i32", "items_per_request": "i32"}}
+
+
+def _with_options(plain: dict[str, str], options: KernelOptions, *tables: dict[str, dict[str, str]]) -> dict[str, str]:
+    found = dict(plain)
+    for table in tables:
+        for option, parameters in table.items():
+            if getattr(options, option):
+                found |= parameters
+    return found
+
+
+def decode(options: KernelOptions = PLAIN) -> dict[str, str]:
+    """The decode kernel's parameters."""
+    return _with_options(DECODE, options, _BOTH, _DECODE_ONLY)
+
+
+def combine(options: KernelOptions = PLAIN) -> dict[str, str]:
+    """The combine kernel's."""
+    return _with_options(COMBINE, options, _BOTH, _COMBINE_ONLY)

@@ -20,11 +20,12 @@ def _scalars(kinds: list[str]) -> list:
 def build_decode(config: DecodeConfig, arch: str) -> Artifact:
     from . import arguments, kernel
 
-    return compile_jit(kernel.host, *_scalars(list(arguments.DECODE.values())), config, arch=arch)
+    return compile_jit(kernel.host, _scalars(list(arguments.decode(config.options).values())), config, arch=arch)
 
 
 def build_combine(config: CombineConfig, arch: str) -> Artifact:
     from ..common import combine
     from . import arguments
 
-    return compile_jit(combine.host, *_scalars(list(arguments.COMBINE.values())), config, arch=arch)
+    names = tuple(kinds := arguments.combine(config.options))
+    return compile_jit(combine.host, _scalars(list(kinds.values())), names, config, arch=arch)

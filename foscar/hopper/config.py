@@ -10,7 +10,7 @@ from functools import cached_property
 
 from ..common.config import ConfigError, check_problem, check_tile_fields
 from ..common.formats import KVFormat, RecordLayout
-from ..common.plan import TILE_TOKENS
+from ..common.plan import PLAIN, TILE_TOKENS, KernelOptions
 
 ARCH = "sm_90a"
 SHARED_BYTES = 227 * 1024  # of one CTA (sm_90)
@@ -44,9 +44,11 @@ class DecodeConfig:
         format: the cache's format; K and V per token with one group of head_dim channels.
         head_dim: 64 or 128.
         page_size: tokens per page: 16, 32, 64 or 128.
-        heads: query heads per KV head that the kernel has room for: 4, 8, 12 or 16.
+        heads: query heads per KV head that the kernel has room for: 4, 8, 12 or 16; with ``options.rows`` rows of an
+            item, pairs of a query token and a head.
         q_dtype: "bfloat16" or "float16", of the query and the output.
         tile: the tuning knobs.
+        options: what it computes beside plain attention.
     """
 
     format: KVFormat
@@ -55,11 +57,14 @@ class DecodeConfig:
     heads: int
     q_dtype: str = "bfloat16"
     tile: TileConfig = field(default_factory=TileConfig)
+    options: KernelOptions = PLAIN
 
     def __post_init__(self) -> None:
         check_problem("Hopper", self)
         if not isinstance(self.tile, TileConfig):
             raise TypeError(f"tile must be a foscar.TileConfig, not {type(self.tile).__name__}")
+        if not isinstance(self.options, KernelOptions):
+            raise TypeError(f"options must be KernelOptions, not {type(self.options).__name__}")
         self.check()
 
     # ---- derived sizes

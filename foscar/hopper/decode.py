@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import threading
@@ -12,13 +13,16 @@ import torch
 from ..common import jit
 from ..common.cache import PagedKVCache
 from ..common.launch import load_kernel
-from ..common.plan import CombineConfig, Workspace, combine_grid
+from ..common.options import FLOAT32_MAX, AttentionOptions, Variant
+from ..common.plan import MAX_ROWS, WIDE_CAP, CombineConfig, KernelOptions, Workspace, combine_grid
 from . import arguments
 from .config import ARCH, DecodeConfig
 
 BUILD = f"{__package__}.build"
-ADDRESSES = ("q", "cache", "out", "lse")  # what differs between the calls of one plan
+ADDRESSES = ("q", "cache", "out", "lse", "sinks")  # what differs between the calls of one plan
 LSE_UNITS = {2: 1.0, "e": math.log(2.0)}
+MAX_WINDOW = 2**30  # to a kernel, whose positions are int32 and less
+PLAIN_CALL = Variant()
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,34 @@ class Tables:
     pages: torch.Tensor
     lengths: torch.Tensor
     indptr: torch.Tensor | None = None
+
+
+def options_of(variant: Variant, group: int) -> KernelOptions:
+    """What the kernels of a call need to have, with ``group`` query heads per KV head."""
+    options, plain = variant.options, AttentionOptions()
+    return KernelOptions(
+        window=options.window != plain.window,
+        soft_cap=options.soft_cap != plain.soft_cap,
+        wide_cap=options.soft_cap > WIDE_CAP,
+        sinks=variant.sinks is not None,
+        out_scale=options.out_scale != plain.out_scale,
+        rows=variant.q_indptr is not None or group > MAX_ROWS,
+    )
+
+
+def option_values(config: DecodeConfig, variant: Variant, group: int) -> dict[str, torch.Tensor | int | float]:
+    """The values of arguments.py's further parameters, of options that the kernel has."""
+    options = variant.options
+    rows = group * (1 if variant.q_indptr is None else variant.max_q_len)
+    return {
+        "q_indptr": 0 if variant.q_indptr is None else variant.q_indptr,
+        "window": min(options.window or MAX_WINDOW, MAX_WINDOW),
+        "soft_cap_log2": min(options.soft_cap * math.log2(math.e), FLOAT32_MAX),
+        "sinks": 0 if variant.sinks is None else variant.sinks,
+        "out_scale": options.out_scale,
+        "rows": config.heads,
+        "chunks": -(-rows // config.heads) if config.options.rows else 1,
+    }
 
 
 class Buffers:
@@ -53,12 +85,19 @@ def launch_values(
     buffers: Buffers,
     sm_scale: float,
     lse_base: int | str,
+    variant: Variant = PLAIN_CALL,
 ) -> tuple[dict[str, torch.Tensor | int | float], tuple[int, int]]:
     """Both kernels' parameters by name (a tensor stands for its address), and their grids, with ``ctas`` SMs."""
-    batch, heads, _ = q.shape
+    batch, heads = tables.lengths.shape[0], q.shape[1]
     kv_heads, group = cache.num_kv_heads, heads // cache.num_kv_heads
     workers = ctas * config.warpgroups
-    by_item, heads_per_cta, combine_ctas = combine_grid(batch * kv_heads, workers, group, ctas)
+    more = option_values(config, variant, group)
+    items = kv_heads * more.pop("chunks")
+    item_rows = config.heads if config.options.rows else group
+    by_item, heads_per_cta, combine_ctas = combine_grid(batch * items, workers, item_rows, ctas)
+    scale_log2 = sm_scale * math.log2(math.e)
+    if config.options.soft_cap:
+        scale_log2 = min(scale_log2 * 2 / variant.options.soft_cap, FLOAT32_MAX)
     values = {
         "q": q,
         "q_stride": q.stride(0),
@@ -79,26 +118,29 @@ def launch_values(
         "batch": batch,
         "kv_heads": kv_heads,
         "group": group,
-        "sm_scale_log2": sm_scale * math.log2(math.e),
+        "sm_scale_log2": scale_log2,
         "lse_unit": LSE_UNITS[lse_base],
         "workers": workers,
         "by_item": by_item,
         "heads_per_cta": heads_per_cta,
+        "items_per_request": items,
+        **more,
     }
     return values, (ctas, combine_ctas)
 
 
 def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConfig, str, dict[str, str]], ...]:
     """(name, config, builder, parameters) of the decode kernel and its combine, for jit.load_or_compile."""
-    combine = CombineConfig(config.head_dim, config.q_dtype)
+    options = dataclasses.replace(config.options, soft_cap=False, wide_cap=False)
+    combine = CombineConfig(config.head_dim, config.q_dtype, options)
     return (
-        ("hopper_decode", config, f"{BUILD}:build_decode", arguments.DECODE),
-        ("hopper_combine", combine, f"{BUILD}:build_combine", arguments.COMBINE),
+        ("hopper_decode", config, f"{BUILD}:build_decode", arguments.decode(config.options)),
+        ("hopper_combine", combine, f"{BUILD}:build_combine", arguments.combine(options)),
     )
 
 
 class Bound:
-    """One call's launches: every parameter but four addresses is fixed."""
+    """One call's launches: every parameter but a few addresses is fixed."""
 
     def __init__(self, owner: HopperDecode, values: dict[str, torch.Tensor | int | float], grids: tuple[int, ...]):
         numbers = {k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
@@ -108,9 +150,16 @@ class Bound:
             places = [(parameters.index(name), i) for i, name in enumerate(ADDRESSES) if name in parameters]
             self._launches.append((launch, grid, [numbers[name] for name in parameters], places))
 
-    def __call__(self, q: torch.Tensor, data: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        data: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         """Launch on the device's current stream; ``data`` is the cache's storage."""
-        addresses = (q.data_ptr(), data.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr())
+        addresses = [0 if x is None else x.data_ptr() for x in (q, data, out, lse, sinks)]
         stream = torch.cuda.current_stream(self._owner.device).cuda_stream
         with self._owner.lock:
             for launch, grid, numbers, places in self._launches:
@@ -134,7 +183,8 @@ class HopperDecode:
 
     def buffers(self, group: int) -> Buffers:
         """A workspace for ``group`` query heads per KV head."""
-        return Buffers(self.device, self.ctas * self.config.warpgroups, group, self.config.head_dim)
+        rows = self.config.heads if self.config.options.rows else group
+        return Buffers(self.device, self.ctas * self.config.warpgroups, rows, self.config.head_dim)
 
     def bind(
         self,
@@ -146,17 +196,29 @@ class HopperDecode:
         buffers: Buffers,
         sm_scale: float,
         lse_base: int | str,
+        variant: Variant = PLAIN_CALL,
     ) -> Bound:
         """The launches of a call whose arguments are checked already (api.py)."""
-        return Bound(
-            self, *launch_values(self.config, self.ctas, q, cache, tables, out, lse, buffers, sm_scale, lse_base)
+        values, grids = launch_values(
+            self.config, self.ctas, q, cache, tables, out, lse, buffers, sm_scale, lse_base, variant
         )
+        return Bound(self, values, grids)
 
     def __call__(
-        self, q: torch.Tensor, cache: PagedKVCache, tables: Tables, out: torch.Tensor, lse: torch.Tensor | None, *rest
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        tables: Tables,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        buffers: Buffers,
+        sm_scale: float,
+        lse_base: int | str,
+        variant: Variant = PLAIN_CALL,
     ) -> None:
         """:meth:`bind`, and launch."""
-        self.bind(q, cache, tables, out, lse, *rest)(q, cache.data, out, lse)
+        bound = self.bind(q, cache, tables, out, lse, buffers, sm_scale, lse_base, variant)
+        bound(q, cache.data, out, lse, variant.sinks)
 
 
 @functools.cache

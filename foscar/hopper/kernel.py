@@ -37,8 +37,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from ..common import device, schedule
-from . import load, pv, qk, query, smem, softmax, store
+from ..common import device, rows, schedule
+from . import arguments, load, pv, qk, query, smem, softmax, store
 from .config import TILE_TOKENS, DecodeConfig
 
 
@@ -65,8 +65,15 @@ class Args:
     batch: Int32
     kv_heads: Int32
     group: Int32  # query heads per KV head
-    sm_scale_log2: Float32  # sm_scale * log2(e)
+    sm_scale_log2: Float32  # sm_scale * log2(e); with a soft-cap times 2 / soft_cap (softmax.cap_logit)
     lse_unit: Float32  # 1: LSE in base 2; ln 2: natural
+    # Of kernels that have the option; q's and the results' first dimension is query tokens where there is q_indptr.
+    q_indptr: Int64 | None = None  # int32 [batch + 1], or 0: one query token per request
+    window: Int32 | None = None  # keys that a row sees, at most 2^30
+    soft_cap_log2: Float32 | None = None  # soft_cap * log2(e)
+    sinks: Int64 | None = None  # float32 [kv_heads * group], natural logits
+    out_scale: Float32 | None = None
+    rows: Int32 | None = None  # of an item: the config's heads
 
 
 @dataclass
@@ -85,6 +92,17 @@ class Thread:
     params: Int32  # the four tokens of this thread's scores there
     probs: Int32
     masks: list
+
+
+@dataclass
+class Item:
+    """What the tiles of one item share: per row of the thread, and for masks."""
+
+    factor: list
+    q_sum: list
+    span: Int32 | None  # tokens from the earliest that a row sees to the end
+    q_len: Int32 | None
+    limit: list  # per row: its position less the request's length
 
 
 def _thread(cfg: DecodeConfig, shared, worker, warp, lane) -> Thread:
@@ -114,28 +132,46 @@ def _release(barrier: cute.Pointer, lane) -> None:
 
 
 @cute.jit
-def _prepare(me: Thread, slot: Int32, left: Int32, cfg: cutlass.Constexpr) -> None:
-    """The parameters of the tile in ``slot``, of which ``left`` tokens count (more than TILE_TOKENS: all)."""
+def _prepare(me: Thread, item: Item, slot: Int32, left: Int32, cfg: cutlass.Constexpr) -> None:
+    """The parameters of the tile in ``slot``, from which on ``left`` tokens count (more than TILE_TOKENS: all)."""
     at = slot * cfg.stage_bytes
-    valid = Int32(me.token < left)
-    softmax.prepare_params(me.k_pair + at, me.v_pair + at, me.prepared, valid, cfg)
+    valid = me.token < left
+    if cutlass.const_expr(cfg.options.window):
+        valid = valid & (me.token >= left - item.span)
+    softmax.prepare_params(me.k_pair + at, me.v_pair + at, me.prepared, Int32(valid), cfg)
 
 
 @cute.jit
-def _tile(me: Thread, shared, state, s: list, operands: tuple, factor: list, q_sum: list, slot: Int32, ahead: Int32,
+def _mask(w: list, me: Thread, item: Item, left: Int32, window, cfg: cutlass.Constexpr) -> list:
+    """Scores of a tile from which on the request has ``left`` tokens, masked where a row sees less than another."""
+    edge = left - item.q_len < TILE_TOKENS - 1
+    if cutlass.const_expr(cfg.options.window):
+        edge = edge | (left > window)
+    if edge:
+        first = 32 * me.warp + 4 * (me.lane // 4)
+        w = softmax.mask_scores(w, [x + (left - first) for x in item.limit], window)
+    return w
+
+
+@cute.jit
+def _tile(args, me: Thread, shared, state, s: list, operands: tuple, item: Item, slot: Int32, ahead: Int32,
           left: Int32, last: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
     """One tile, whose scores are in ``s``: softmax, P V, and meanwhile Q K^T of the tile in slot ``ahead``.
 
-    ``last``: nothing is ahead; else ``left`` tokens count from the tile ahead on.
+    ``left`` tokens count from this tile on; ``last``: nothing is ahead.
     """
     words = pv.load_words(me.v + slot * cfg.stage_bytes, cfg)
     params = softmax.load_params(me.params)
-    w = softmax.fold_scores(s, params, factor, q_sum, cfg)
+    w = softmax.fold_scores(s, params, item.factor, item.q_sum, cfg, args.soft_cap_log2)
+    if cutlass.const_expr(cfg.options.rows):
+        w = _mask(w, me, item, left, args.window, cfg)
     if cutlass.const_expr(not last):
         qk.scores(s, me.k + ahead * cfg.stage_bytes, operands[0], cfg)
     top = softmax.tile_maxima(w, shared, me.warp, me.lane, me.barrier, cfg)
     if cutlass.const_expr(not last):
-        _prepare(me, ahead, left, cfg)  # between the two barriers: all lanes have loaded, none loads before the next
+        _prepare(
+            me, item, ahead, left - TILE_TOKENS, cfg
+        )  # between the two barriers: all lanes have loaded, none loads before the next
     sums = softmax.probabilities(w, top, params, me.probs, cfg)
     warpgroup.wait_group(0)  # Q K^T is long done; its A registers are free for V's (16 heads spill without)
     codes = pv.unpack(words, me.masks, cfg)
@@ -144,6 +180,21 @@ def _tile(me: Thread, shared, state, s: list, operands: tuple, factor: list, q_s
     d = pv.accumulate(codes, operands[1], cfg)
     warpgroup.wait_group(0)
     softmax.promote(state, sums, d, cfg)
+
+
+@cute.jit
+def _item(args, shared, request: Int32, head: Int32, cut: schedule.Cut, lane: Int32, cfg: cutlass.Constexpr) -> Item:
+    """What load_query left in shared memory, and which tokens the thread's rows see."""
+    factor, q_sum, limit = [], [], []
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+        pair = device.load_shared(shared.factors + 8 * (lane % 4 + 4 * j), 2)
+        factor.append(pair[0].bitcast(Float32))
+        q_sum.append(pair[1].bitcast(Float32))
+    if cutlass.const_expr(cfg.options.rows):
+        item = rows.of_item(args, request, head, cfg.options)
+        for j in cutlass.range_constexpr(cfg.heads_per_thread):
+            limit.append(item.place(lane % 4 + 4 * j).token - cut.q_len)
+    return Item(factor, q_sum, cut.span, cut.q_len, limit)
 
 
 @cute.jit
@@ -157,26 +208,20 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
     )
     state = softmax.new_state(cfg)
     s = qk.accumulators(cfg)
-    work = schedule.start(args, worker, cfg.warpgroups, lane)
-    lengths = schedule.lengths_of(args)
+    work = schedule.start(args, worker, cfg.warpgroups, lane, cfg.options)
     request, head, tile, position, left = work.request, work.head, work.tile, work.position, work.left
     slot = Int32(0)
     phase = Int32(0)
     while left > 0:
-        length = lengths[request]
-        tiles = schedule.tiles_of(length)
-        n = cutlass.min(left, tiles - tile)
+        cut = schedule.cut_of(args, request, cfg.options)
+        n = cutlass.min(left, cut.tiles - tile)
         query.load_query(args, request, head, shared, warp, lane, cfg)
         softmax.reset(state)
         cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-        factor, q_sum = [], []
-        for j in cutlass.range_constexpr(cfg.heads_per_thread):
-            pair = device.load_shared(shared.factors + 8 * (lane % 4 + 4 * j), 2)
-            factor.append(pair[0].bitcast(Float32))
-            q_sum.append(pair[1].bitcast(Float32))
-        left_tokens = length - tile * TILE_TOKENS
+        item = _item(args, shared, request, head, cut, lane, cfg)
+        left_tokens = cut.length - (cut.first + tile) * TILE_TOKENS
         cute.arch.mbarrier_wait(shared.full + slot, phase)
-        _prepare(me, slot, left_tokens, cfg)
+        _prepare(me, item, slot, left_tokens, cfg)
         qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()
@@ -186,35 +231,29 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
             ahead = ahead - cfg.stages * wrap
             phase = phase ^ wrap
             cute.arch.mbarrier_wait(shared.full + ahead, phase)
+            _tile(args, me, shared, state, s, operands, item, slot, ahead, left_tokens, False, cfg)
             left_tokens = left_tokens - TILE_TOKENS
-            _tile(me, shared, state, s, operands, factor, q_sum, slot, ahead, left_tokens, False, cfg)
             slot = ahead
-        _tile(me, shared, state, s, operands, factor, q_sum, slot, slot, left_tokens, True, cfg)
+        _tile(args, me, shared, state, s, operands, item, slot, slot, left_tokens, True, cfg)
         slot = slot + 1
         if slot == cfg.stages:
             slot = Int32(0)
             phase = phase ^ 1
         here = work.at(request, head, tile, position, left)
-        store.finish(args, state, here, n == tiles, shared, warp, lane, me.barrier, cfg)
+        store.finish(args, state, here, n == cut.tiles, shared, warp, lane, me.barrier, cfg)
         left = left - n
         position = position + n
         tile = Int32(0)
         head = head + 1
-        if head == args.kv_heads:
+        if head == cut.heads:
             head = Int32(0)
             request = request + 1
 
 
 @cute.kernel
-def decode_kernel(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64, page_stride: Int64, head_stride: Int64,
-                  pages: Int64, table_stride: Int64, indptr: Int64, lengths: Int64, out: Int64, out_stride: Int64,
-                  out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64,
-                  batch: Int32, kv_heads: Int32, group: Int32, sm_scale_log2: Float32, lse_unit: Float32,
-                  cfg: cutlass.Constexpr):  # fmt: skip
-    """Raw pointers and numbers only (see :class:`Args`), so that any launcher can call it."""
-    args = Args(q, q_stride, q_head_stride, cache, page_stride, head_stride, pages, table_stride, indptr, lengths, out,
-                out_stride, out_head_stride, lse, partial_out, partial_lse, batch, kv_heads, group,
-                sm_scale_log2, lse_unit)  # fmt: skip
+def decode_kernel(values: list, cfg: cutlass.Constexpr):
+    """Raw pointers and numbers only (see :class:`Args` and arguments.py), so that any launcher can call it."""
+    args = Args(**dict(zip(arguments.decode(cfg.options), values, strict=True)), rows=Int32(cfg.heads))
     thread = cute.arch.thread_idx()[0]
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     ledger = smem.allocate(cfg)
@@ -235,14 +274,8 @@ def decode_kernel(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64,
 
 
 @cute.jit
-def host(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64, page_stride: Int64, head_stride: Int64,
-         pages: Int64, table_stride: Int64, indptr: Int64, lengths: Int64, out: Int64, out_stride: Int64,
-         out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64,
-         batch: Int32, kv_heads: Int32, group: Int32, sm_scale_log2: Float32, lse_unit: Float32,
-         cfg: cutlass.Constexpr, stream):  # fmt: skip
+def host(values: list, cfg: cutlass.Constexpr, stream):
     """Only to compile: the kernel is launched from its cubin."""
-    decode_kernel(q, q_stride, q_head_stride, cache, page_stride, head_stride, pages, table_stride, indptr, lengths,
-                  out, out_stride, out_head_stride, lse, partial_out, partial_lse, batch, kv_heads, group,
-                  sm_scale_log2, lse_unit, cfg).launch(
+    decode_kernel(values, cfg).launch(
         grid=[1, 1, 1], block=[cfg.threads, 1, 1], stream=stream, min_blocks_per_mp=1
     )  # fmt: skip

@@ -32,17 +32,20 @@ def _first_page(args, request: Int32) -> Int64:
 
 
 @cute.jit
-def _load_tile(args, shared, page_ids: Int32, first: Int32, pages: Int32, base: Int64, slot: Int32, phase: Int32,
-               cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """Wait for the slot, then copy the ``pages`` pages whose ids lanes ``first``.. hold."""
+def _load_tile(args, shared, page_ids: Int32, first: Int32, skip: Int32, pages: Int32, base: Int64, slot: Int32,
+               phase: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """Wait for the slot, then copy the pages whose ids lanes ``first + skip`` .. ``first + pages - 1`` hold."""
     record = cfg.layout.record_bytes
     cute.arch.mbarrier_wait(shared.empty + slot, phase)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(shared.full + slot, pages * record)
+        cute.arch.mbarrier_arrive_and_expect_tx(shared.full + slot, (pages - skip) * record)
     target = shared.ring + slot * cfg.stage_bytes
     for i in cutlass.range_constexpr(cfg.pages_per_tile):
         page = cute.arch.shuffle_sync(page_ids, first + i)  # all shuffles first: 8 % slower at page size 16
-        if i < pages:
+        here = i < pages
+        if cutlass.const_expr(cfg.options.window):
+            here = (i >= skip) & here
+        if here:
             with cute.arch.elect_one():
                 source = device.global_pointer(Uint32, base + Int64(page) * args.page_stride, 16)
                 room = cute.make_ptr(Uint32, target + i * record, cute.AddressSpace.smem, assumed_align=16)
@@ -54,24 +57,28 @@ def load_warp(args, shared, local: Int32, lane: Int32, cfg: cutlass.Constexpr) -
     """Walk the worker's range; page ids are fetched 32 at a time, one chunk ahead."""
     per_tile = cfg.pages_per_tile
     chunk = 32 // per_tile  # tiles whose page ids one register of the warp holds
-    work = schedule.start(args, local, cfg.warpgroups, lane)
-    lengths = schedule.lengths_of(args)
+    work = schedule.start(args, local, cfg.warpgroups, lane, cfg.options)
     request, head, tile, left = work.request, work.head, work.tile, work.left
     slot = Int32(0)
     phase = Int32(1)
     while left > 0:
-        length = lengths[request]
-        n = cutlass.min(left, schedule.tiles_of(length) - tile)
+        cut = schedule.cut_of(args, request, cfg.options)
+        n = cutlass.min(left, cut.tiles - tile)
+        tile = tile + cut.first
         row = _first_page(args, request)
-        pages = (length + (cfg.page_size - 1)) // cfg.page_size
-        base = args.cache + Int64(head) * args.head_stride
+        pages = (cut.length + (cfg.page_size - 1)) // cfg.page_size
+        base = args.cache + Int64(cut.kv_head(head)) * args.head_stride
         ahead = _page_ids(args, row, tile * per_tile + lane, pages)
         for done in cutlass.range(0, n, chunk, unroll=1):
             ids = ahead
             ahead = _page_ids(args, row, (tile + done + chunk) * per_tile + lane, pages)
             for q in cutlass.range(cutlass.min(n - done, chunk), unroll=1):
                 here = cutlass.max(cutlass.min(pages - (tile + done + q) * per_tile, per_tile), 0)
-                _load_tile(args, shared, ids, q * per_tile, here, base, slot, phase, cfg)
+                skip = Int32(0)
+                if cutlass.const_expr(cfg.options.window):  # pages wholly before the windows
+                    unseen = (cut.length - cut.span) // cfg.page_size
+                    skip = cutlass.max(cutlass.min(unseen - (tile + done + q) * per_tile, per_tile), 0)
+                _load_tile(args, shared, ids, q * per_tile, skip, here, base, slot, phase, cfg)
                 slot = slot + 1
                 if slot == cfg.stages:
                     slot = Int32(0)
@@ -79,7 +86,7 @@ def load_warp(args, shared, local: Int32, lane: Int32, cfg: cutlass.Constexpr) -
         left = left - n
         tile = Int32(0)
         head = head + 1
-        if head == args.kv_heads:
+        if head == cut.heads:
             head = Int32(0)
             request = request + 1
 

@@ -4,7 +4,7 @@ Domains, in order (fold.py's rows 1 and 3):
 
 1. ``s``: the exact integer product, the two terms of Q joined, as float32;
 2. ``z = k_scale s + k_bias q_sum``: the folded score, in the units of ``s``;
-3. ``x = factor z``: the logit in base 2; never formed alone;
+3. ``x = factor z``: the logit in base 2; never formed alone, but for a soft-cap (:func:`cap_logit`);
 4. ``w = x + log2(v_scale)``: its maximum M over the tile's 128 tokens is exact, so ``p' = 2^(w - M) <= 1``;
 5. ``p'`` rounded to 16 bits, in two u8 terms, is the operand of P V: V's scale is in it already;
 6. ``p' / v_scale`` is the softmax numerator in units of 2^M; it and its product with V's bias are summed in float32.
@@ -15,6 +15,7 @@ is in units of 2^m: l the denominator, b the sum of P times V's bias, O in integ
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -22,6 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from ..common import device, fold
+from ..common.rows import LOWEST
 from . import qk
 from .config import DecodeConfig
 from .pv import PROB_TOP
@@ -29,7 +31,9 @@ from .pv import PROB_TOP
 MAGIC = 8388608.0  # 2^23: adding it leaves a float's integer part in the low mantissa bits
 # Stands in for a V scale of 0, so that its logarithm and reciprocal, and bias / scale, are finite.
 SMALLEST_SCALE = {"float16": 2.0**-64, "bfloat16": 2.0**-100}
-LOWEST = -1e30  # the running maximum before the first token
+# Under a wide soft-cap tanh(u) is the start of its series where |2 u log2(e)| is below this: the next term is 6e-8 of
+# it there, and 1 - 2 / (1 + e^2u), off by 2^-22, is 2e-6 of it.
+SERIES_BELOW = 0.288
 TOKENS = 4  # of one thread in a tile
 
 
@@ -145,11 +149,41 @@ def tile_maxima(w: list, shared, warp: Int32, lane: Int32, barrier: Int32, cfg: 
     return result
 
 
+def cap_logit(y, cap, v_log, wide: bool) -> Float32:
+    """``cap tanh(u) + v_log`` from ``y = 2 u log2(e)``; ``u`` is the logit over the soft-cap, ``cap`` in base 2.
+
+    tanh.approx is off by up to 2^-11 of a logit, eight times what an LSE may be off by.
+    """
+    result = device.fma(Float32(-2.0), device.reciprocal(device.exp2(y) + Float32(1.0)), Float32(1.0))
+    if wide:
+        half = 0.5 * math.log(2.0)  # u / y
+        square = y * y
+        series = device.fma(square, Float32(half**5 * 2 / 15), Float32(-(half**3) / 3))
+        series = device.fma(series, square, Float32(half)) * y
+        near = device.absolute(y) < Float32(SERIES_BELOW)
+        result = Float32(cutlass.select_(near, series, result))
+    return device.fma(result, cap, v_log)
+
+
+def mask_scores(w: list, limit: list, window) -> list:
+    """``w[head][token]`` with -inf for tokens that a row does not see: those after ``limit[head]`` and, where there is
+    a ``window`` (None: not), those up to ``limit[head] - window``; both count from the thread's first token."""
+    none = Float32(float("-inf"))
+    masked = []
+    for row, last in zip(w, limit, strict=True):
+        seen = [i <= last for i in range(TOKENS)]
+        if window is not None:
+            seen = [a & (i > last - window) for i, a in enumerate(seen)]
+        masked.append([Float32(cutlass.select_(a, x, none)) for a, x in zip(seen, row, strict=True)])
+    return masked
+
+
 @cute.jit
-def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cutlass.Constexpr) -> list:
+def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cutlass.Constexpr, cap=None) -> list:
     """Steps 1 to 4 of the domains above: ``w[head][token]`` from the accumulators of :func:`qk.scores`.
 
-    ``factor`` and ``q_sum`` are per head of the thread (query.py).
+    ``factor`` and ``q_sum`` are per head of the thread (query.py).  With a soft-cap ``cap`` is it in base 2, and the
+    factor is ``2 / cap`` times what it would be without.
     """
     w = []
     for j in cutlass.range_constexpr(cfg.heads_per_thread):
@@ -158,7 +192,10 @@ def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cu
             e = 4 * j + 2 * (i % 2)
             raw = Float32(s[i // 2][e] * 256 + s[i // 2][e + 1])
             z = fold.k_token_score(raw, q_sum[j], params.k_scale[i], params.k_bias[i], fma=device.fma)
-            row.append(device.fma(z, factor[j], params.v_log[i]))
+            if cutlass.const_expr(cfg.options.soft_cap):
+                row.append(cap_logit(z * factor[j], cap, params.v_log[i], cfg.options.wide_cap))
+            else:
+                row.append(device.fma(z, factor[j], params.v_log[i]))
         w.append(row)
     return w
 

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 
-from ..common import device
+from ..common import device, rows
 from ..common.schedule import Work
 from . import pv
 
@@ -44,23 +44,24 @@ def _write(base: Int64, dtype: cutlass.Constexpr, values: list, warp: Int32, lan
 
 
 @cute.jit
-def write_head(args, work: Work, whole, index: Int32, out: list, lse, warp: Int32, lane: Int32,
+def write_head(args, work: Work, item: rows.ItemRows, whole, index: Int32, out: list, lse, warp: Int32, lane: Int32,
                cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """Head ``index`` of the group, this thread's channels: a ``whole`` item's to the outputs, else to the workspace."""
-    head = work.head * args.group + index
+    """Row ``index`` of an item, this thread's channels: a ``whole`` item's to the outputs, else to the workspace."""
+    at = item.place(index)
     if whole:
-        address = Int64(work.request) * args.out_stride + Int64(head) * args.out_head_stride
+        address = Int64(at.row) * args.out_stride + Int64(at.head) * args.out_head_stride
         dtype = BFloat16 if cutlass.const_expr(cfg.q_dtype == "bfloat16") else Float16
-        _write(args.out + 2 * address, dtype, out, warp, lane)
+        factor, log_sum = rows.end_row(args, cfg.options, at.head, lse)
+        _write(args.out + 2 * address, dtype, rows.scaled(out, factor), warp, lane)
         if (args.lse != Int64(0)) & (warp == 0) & (lane < 4):
-            at = 4 * (Int64(work.request) * Int64(args.kv_heads * args.group) + Int64(head))
-            target = device.global_pointer(Float32, args.lse + at, 4)
-            cute.make_tensor(target, cute.make_layout(1))[0] = lse * args.lse_unit
+            place = 4 * (Int64(at.row) * Int64(args.kv_heads * args.group) + Int64(at.head))
+            target = device.global_pointer(Float32, args.lse + place, 4)
+            cute.make_tensor(target, cute.make_layout(1))[0] = log_sum * args.lse_unit
     else:
         slot = 2 * work.worker
         if work.tile == 0:
             slot = slot + 1
-        row = Int64(slot) * Int64(args.group) + Int64(index)
+        row = Int64(slot) * Int64(item.stride) + Int64(index)
         _write(args.partial_out + row * (4 * cfg.head_dim), Float32, out, warp, lane)
         if (warp == 0) & (lane < 4):
             target = device.global_pointer(Float32, args.partial_lse + row * 4, 4)
@@ -75,13 +76,14 @@ def finish(args, state, work: Work, whole, shared, warp: Int32, lane: Int32, bar
     blocks = cfg.head_dim // 32
     _warp_sums(state, shared, warp, lane, barrier, cfg)
     factors = pv.position_factors(cfg, warp)
+    item = rows.of_item(args, work.request, work.head, cfg.options)
     for j in cutlass.range_constexpr(nh):
         index = lane % 4 + 4 * j
-        if index < args.group:
-            # l = 0 is an empty request: zeros and -inf.  A NaN stays one.
+        if index < item.count:
+            # l = 0 is a row that sees nothing: zeros and -inf.  A NaN stays one.
             inverse = cutlass.select_(state.l[j] == Float32(0.0), Float32(0.0), Float32(1.0) / state.l[j])
             out = [
                 device.fma(state.o[r * nh + j], factors[r] * Float32(1.0 / pv.PROB_TOP), state.b[j]) * inverse
                 for r in range(blocks)
             ]
-            write_head(args, work, whole, index, out, state.m[j] + device.log2(state.l[j]), warp, lane, cfg)
+            write_head(args, work, item, whole, index, out, state.m[j] + device.log2(state.l[j]), warp, lane, cfg)

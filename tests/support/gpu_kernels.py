@@ -18,15 +18,17 @@ from foscar.common import append_config
 from foscar.common.append_config import AppendConfig
 from foscar.common.cache import PagedKVCache
 from foscar.common.formats import KVFormat
+from foscar.common.options import Variant
+from foscar.common.plan import KernelOptions, rows_of_item
 from foscar.hopper.config import ARCH, DecodeConfig, TileConfig
-from foscar.hopper.decode import kernels
+from foscar.hopper.decode import kernels, options_of
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 
 
-def _config(k_bits, v_bits, head_dim, page_size, heads, q_dtype, params=FP16, **tile) -> DecodeConfig:
+def _config(k_bits, v_bits, head_dim, page_size, heads, q_dtype, params=FP16, options="", **tile) -> DecodeConfig:
     fmt = KVFormat.make(k_bits, v_bits, params=params)
-    return DecodeConfig(fmt, head_dim, page_size, heads, q_dtype, TileConfig(**tile))
+    return DecodeConfig(fmt, head_dim, page_size, heads, q_dtype, TileConfig(**tile), KernelOptions.parse(options))
 
 
 # Both bit widths at every head_dim and page size, that is every way in which codes lie in a record.  Heads, types of q
@@ -65,6 +67,17 @@ INT2, INT4 = _config(2, 2, 128, 64, 4, BF16), _config(4, 4, 128, 64, 4, BF16)
 INT2_FP16, INT4_FP16 = _config(2, 2, 128, 64, 4, FP16), _config(4, 4, 128, 64, 4, FP16)
 LONG = (INT2_FP16, INT4_FP16, MIXED[1], INT4)
 KERNELS = tuple(dict.fromkeys((*LAYOUTS, *MIXED, *TILES, INT2, INT4, *LONG)))
+# What test_options_kernel.py runs: see the table there.
+ALL = "window,soft_cap,sinks,out_scale,rows"
+OPTIONS = (
+    *(_config(2, 2, 64, 16, 4, BF16, options=o) for o in ("window", "soft_cap", "sinks", "out_scale")),
+    *(_config(4, 4, 64, 32, 4, FP16, options=o) for o in ("window", "soft_cap", "sinks", "out_scale")),
+    _config(2, 2, 64, 16, 4, FP16, options="soft_cap,wide_cap"),
+    *(_config(2, 2, 64, 16, 16, BF16, options=o) for o in ("rows", "window,rows", "sinks,rows", ALL)),
+    *(_config(4, 4, 128, 64, 16, FP16, options=o) for o in ("rows", ALL)),
+    _config(2, 4, 128, 128, 8, BF16, options="window,rows"),
+    _config(2, 2, 64, 16, 12, BF16, options="rows"),
+)
 
 
 def _append(k_bits, v_bits, head_dim, page_size, dtype, k_group=None, v_group=None, params=FP16, vector=True):
@@ -103,19 +116,24 @@ def name_of(config: DecodeConfig) -> str:
     changed = "".join(
         f"-{key}{value}" for key, value in vars(config.tile).items() if value != getattr(TileConfig(), key)
     )
+    changed += f"-{config.options.name}" if config.options.name else ""
     return f"{config.format.name}-d{config.head_dim}-p{config.page_size}-h{config.heads}-{config.q_dtype}{changed}"
 
 
-def config_of(q: torch.Tensor, cache: PagedKVCache, tile: TileConfig | None = None) -> DecodeConfig:
+def config_of(
+    q: torch.Tensor, cache: PagedKVCache, tile: TileConfig | None = None, variant: Variant | None = None
+) -> DecodeConfig:
     """The config that a call needs.
 
     Raises:
         LookupError: it is not in the table, so a machine without the DSL would not have it.
     """
     dtype = {t: name for name, t in Q_TYPES.items()}[q.dtype]
-    heads = -(-(q.shape[1] // cache.num_kv_heads) // 4) * 4
-    config = DecodeConfig(cache.format, cache.head_dim, cache.page_size, heads, dtype, tile or TileConfig())
-    if config not in KERNELS:
+    variant, group = variant or Variant(), q.shape[1] // cache.num_kv_heads
+    heads = rows_of_item(group, 1 if variant.q_indptr is None else variant.max_q_len)
+    shape = (cache.format, cache.head_dim, cache.page_size, heads, dtype)
+    config = DecodeConfig(*shape, tile or TileConfig(), options_of(variant, group))
+    if config not in (*KERNELS, *OPTIONS):
         raise LookupError(f"{name_of(config)} is not in tests/support/gpu_kernels.py")
     return config
 
@@ -128,7 +146,7 @@ def with_heads(group: int) -> DecodeConfig:
 
 def appends() -> list[AppendConfig]:
     """APPENDS, and what the caches of the decode tests are filled with."""
-    decode = (AppendConfig(c.format, c.head_dim, c.page_size, dtype) for c in KERNELS for dtype in Q_TYPES)
+    decode = (AppendConfig(c.format, c.head_dim, c.page_size, dtype) for c in (*KERNELS, *OPTIONS) for dtype in Q_TYPES)
     return list(dict.fromkeys((*APPENDS, *decode)))
 
 
@@ -136,7 +154,7 @@ def jobs() -> list[tuple[str, object, str]]:
     """(name, config, builder) of every kernel: decode, combine, append, the stages' probes, the tests' tiny one."""
     from support import probes, tiny_kernel
 
-    found = dict.fromkeys(job[:3] for c in KERNELS for job in kernels(c))
+    found = dict.fromkeys(job[:3] for c in (*KERNELS, *OPTIONS) for job in kernels(c))
     found |= dict.fromkeys((append_config.NAME, c, append_config.BUILDER) for c in appends())
     found |= dict.fromkeys((f"probe_{p.stage}", p, probes.BUILDER) for p in probes.PROBES)
     return [*found, (tiny_kernel.NAME, tiny_kernel.TinyConfig(), tiny_kernel.BUILDER)]

@@ -5,6 +5,7 @@ The dense one is written out row by row and shares nothing with :mod:`foscar.com
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 import torch
 
 import foscar
-from foscar.common.options import AttentionOptions
+from foscar.common.cache import PagedKVCache
+from foscar.common.options import DEFAULT_Q_LEN, AttentionOptions, Variant
 from foscar.common.reference import attention_bf16, relative_error
 
-from .compare import error_report
+from .compare import assert_equal, error_report
 from .decode_checks import LSE_UNIT, compressed
-from .inputs import Case, indptr_of, make_case, random_values
+from .gpu_kernels import config_of
+from .inputs import POISON, Case, indptr_of, make_case, poison_slack, random_values
 
 PLAIN = AttentionOptions()
 
@@ -38,7 +41,7 @@ class OptionCase:
 
     @property
     def q_indptr(self) -> torch.Tensor | None:
-        return None if self.q_lens is None else indptr_of(self.q_lens)
+        return None if self.q_lens is None else indptr_of(self.q_lens, self.case.q.device)
 
     @property
     def variant(self) -> dict:
@@ -167,3 +170,59 @@ def random_option_case(seed: int, formats, *, longest: int = 200, longest_draft:
         fmt=pick(formats), page_size=pick((16, 32, 64)), head_dim=64, kv_heads=pick((1, 2)),
         group_heads=pick((1, 3, 4)), dtype=pick((torch.bfloat16, torch.float16)),
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- the kernels
+def on_device(x: OptionCase, device: str | torch.device) -> OptionCase:
+    """The case with everything that a call reads on a device."""
+    case, device = x.case, torch.device(device)
+    cache = PagedKVCache(
+        case.cache.num_pages, case.cache.page_size, case.cache.num_kv_heads, case.cache.head_dim, case.cache.format,
+        data=case.cache.data.to(device),
+    )  # fmt: skip
+    moved = {name: getattr(case, name).to(device) for name in ("q", "block_table", "seq_lens")}
+    sinks = None if x.sinks is None else x.sinks.to(device)
+    return dataclasses.replace(x, case=dataclasses.replace(case, cache=cache, **moved), sinks=sinks)
+
+
+def call_into_nan(x: OptionCase, device: str | torch.device = "cpu", **more) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`call` on a device, into an output of NaN; (out, lse) on the CPU."""
+    there = on_device(x, device)
+    out, lse = call(there, out=torch.full_like(there.case.q, math.nan), **more)
+    return out.cpu(), lse.cpu()
+
+
+def decode(runner, x: OptionCase, **more) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by ``runner.run``; the kernel must be one of gpu_kernels.py."""
+    variant = Variant(x.options, x.sinks, x.q_indptr, more.get("max_q_len", DEFAULT_Q_LEN))
+    config_of(x.case.q, x.case.cache, None, variant)
+    return runner.run(call_into_nan, x, **more)
+
+
+def kernel_meets_contract(runner, x: OptionCase, **more) -> None:
+    """Over poisoned slack, by a call with one LSE base and by a plan with the other; the output bits are the same."""
+    poison_slack(x.case)
+    want = decode(runner, x, lse_base="e", **more)
+    assert_option_contract(*want, x, lse_base="e")
+    got = decode(runner, x, wrapper="compressed", lse_base=2, **more)
+    assert_option_contract(*got, x, lse_base=2)
+    assert_equal(got[0], want[0], ("row", "head", "channel"))
+
+
+def unseen_pages_are_not_read(runner, x: OptionCase, **more) -> None:
+    """Pages wholly before all windows: poison, and table entries that are no pages."""
+    want = decode(runner, x, **more)
+    assert_option_contract(*want, x)
+    case, size = x.case, x.case.cache.page_size
+    freed = 0
+    for b, (start, stop) in enumerate(itertools.pairwise(x.bounds)):
+        length = int(case.seq_lens[b])
+        first = max(0, length - (stop - start) + 1 - x.options.window) if stop > start else length
+        for i in range(first // size):
+            case.cache.data[case.block_table[b, i]] = POISON
+            case.block_table[b, i] = (-1, 2**31 - 1)[i % 2]
+            freed += 1
+    assert freed
+    for wrapper in (None, "dense", "compressed"):
+        for got, expected in zip(decode(runner, x, wrapper=wrapper, **more), want, strict=True):
+            assert_equal(got, expected, ("row", "head", "channel"))

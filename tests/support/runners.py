@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import foscar
 from foscar import api
 from foscar.common.cache import PagedKVCache
+from foscar.common.options import Variant
 from foscar.hopper import decode as decode_module
 from foscar.hopper.config import ARCH, TileConfig
 from foscar.hopper.decode import HopperDecode, Tables
@@ -93,6 +95,10 @@ class GpuRunner:
     def workers(self, config) -> int:
         return config.warpgroups * torch.cuda.get_device_properties(self.device).multi_processor_count
 
+    def run(self, body, *arguments, **named):
+        """``body(..., device=this one)``, a function that calls the public API."""
+        return body(*arguments, device=self.device, **named)
+
     def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
         config_of(q, cache, tile)
         there = mirror_cache(cache, self.device)
@@ -146,7 +152,8 @@ class EmulatedDecode(HopperDecode):
 
         for x in vars(buffers).values():
             x.fill_(math.nan if x.is_floating_point() else -1)
-        given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values())
+        more = (y for x in rest if isinstance(x, Variant) for y in (x.sinks, x.q_indptr))
+        given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values(), *more)
         self.tensors = {x.data_ptr(): x for x in given if x is not None and x.numel()}
         self.memory = Memory()
         with mock.patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)):
@@ -173,13 +180,24 @@ class EmulatorRunner:
     def workers(self, config) -> int:
         return config.warpgroups * self.ctas
 
-    def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
-        config_of(q, cache, tile)
+    def run(self, body, *arguments, **named):
+        """A function that calls the public API on CPU tensors."""
+        with self.active():
+            return body(*arguments, **named)
+
+    @contextlib.contextmanager
+    def active(self):
+        """While it is, calls of the public API on CPU tensors run the kernels here."""
         with (
             mock.patch.object(api, "device_arch", lambda device: ARCH),
             mock.patch.object(api, "_backend", lambda name, cache: "cuda"),
             mock.patch.object(api, "decoder", self._decoder),
         ):
+            yield
+
+    def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
+        config_of(q, cache, tile)
+        with self.active():
             return call(q, cache, tables, tile=tile, sm_scale=sm_scale, lse_base=lse_base, out=out, backend="cuda")
 
 
@@ -188,6 +206,18 @@ class ScheduledRunner(EmulatorRunner):
 
     def __init__(self, ctas: int = 1):
         super().__init__(ctas)
+
+    def run(self, body, *arguments, **named):
+        first = None
+        for name, schedule in SCHEDULES.items():
+            try:
+                found = EmulatorRunner(self.ctas, **schedule).run(body, *arguments, **named)
+            except Exception as e:
+                raise AssertionError(f"schedule {name!r}: {type(e).__name__}: {e}") from e
+            first = first or found
+            for got, want in zip(found, first, strict=True):
+                assert_equal(got, want, (f"schedule {name}: row", "head", "channel"))
+        return first
 
     def decode(self, q, cache, tables, *, out=None, **options):
         first = None
