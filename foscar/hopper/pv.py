@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ..common import device
+from . import folds
 from .config import TILE_TOKENS, DecodeConfig
 
 GROUPS = TILE_TOKENS // 16
@@ -26,7 +27,7 @@ def make_mma(cfg: DecodeConfig) -> cute.TiledMma:
         Uint8,
         Uint8,
         Int32,
-        (64, cfg.columns, 32),
+        (64, cfg.prob_columns, 32),
         warpgroup.OperandSource.RMEM,
         OperandMajorMode.K,
         OperandMajorMode.K,
@@ -82,32 +83,46 @@ def load_words(stage: Int32, cfg: cutlass.Constexpr) -> list:
     return words
 
 
+def row_blocks(cfg: DecodeConfig) -> int:
+    """How many blocks of output channels are multiplied apart: one, or one per product of 64 where P^T differs."""
+    return cfg.head_dim // 64 if folds.prob_shape(cfg)[1] > 1 else 1
+
+
 @cute.jit
-def unpack(words: list, masks: list, cfg: cutlass.Constexpr) -> cute.Tensor:
-    """The words as wgmma's A registers."""
+def unpack(words: list, masks: list, cfg: cutlass.Constexpr) -> list:
+    """The words as wgmma's A registers, per row block."""
     mma = make_mma(cfg)
-    a = mma.make_fragment_A(mma.partition_shape_A((cfg.head_dim, TILE_TOKENS)))
+    blocks = row_blocks(cfg)
+    rows = cfg.head_dim // blocks
+    a = [mma.make_fragment_A(mma.partition_shape_A((rows, TILE_TOKENS))) for _ in range(blocks)]
     per_group = len(words[0])
     for group in cutlass.range_constexpr(GROUPS):
         for p, mask in enumerate(masks):
             for u in cutlass.range_constexpr(per_group):
                 m, rh = divmod(p * per_group + u, 2)
-                registers = cute.recast_tensor(a[None, m, group // 2], Uint32)
+                block, m = divmod(m, rows // 64)
+                registers = cute.recast_tensor(a[block][None, m, group // 2], Uint32)
                 registers[rh + 2 * (group % 2)] = words[group][u] & mask
     return a
 
 
 @cute.jit
-def accumulate(a: cute.Tensor, operand: cute.Tensor, cfg: cutlass.Constexpr):
-    """Issue the products of one tile without waiting; returns the int32 accumulator.
+def accumulate(a: list, operands: list, cfg: cutlass.Constexpr) -> list:
+    """Issue the products of one tile without waiting; returns the int32 accumulators, per row block.
 
-    Element ``m * 2 * heads_per_thread * 2 + 4 j + 2 rh + term``: row block ``2 m + rh``, head ``t + 4 j``.
+    ``operands``: P^T as B fragments (smem.fragments), one per channel group or two of V (folds.prob_shape).
+    Element ``m * 2 * heads_per_thread * 2 + 4 j + 2 rh + term``: row block ``2 m + rh``, head ``t + 4 j``; with two
+    groups side by side, ``j`` counts the heads of both.
     """
     mma = make_mma(cfg)  # local: its accumulate flag changes below
-    d = cute.make_rmem_tensor(mma.partition_shape_C((cfg.head_dim, cfg.columns)), Int32)
+    blocks = len(a)
+    shape = mma.partition_shape_C((cfg.head_dim // blocks, cfg.prob_columns))
+    d = [cute.make_rmem_tensor(shape, Int32) for _ in range(blocks)]
     warpgroup.fence()
     for k in cutlass.range_constexpr(TILE_TOKENS // 32):
         mma.set(warpgroup.Field.ACCUMULATE, k != 0)
-        cute.gemm(mma, d, a[None, None, k], operand[None, None, k], d)
+        for i in cutlass.range_constexpr(blocks):
+            operand = operands[i * len(operands) // blocks]
+            cute.gemm(mma, d[i], a[i][None, None, k], operand[None, None, k], d[i])
     warpgroup.commit_group()
     return d
