@@ -91,7 +91,7 @@ class DecodeConfig:
         """Math warpgroups, each with a load warp."""
         if self.tile.math_warpgroups is not None:
             return self.tile.math_warpgroups
-        most = 3 if self.heads_per_thread * self.head_dim <= 3 * 128 else 2
+        most = 3 if self.heads_per_thread <= (1 if self.head_dim == 256 else 3) else 2
         need = 2 * self.stage_bytes + self.workspace_bytes
         return max(1, min(most, (SHARED_BYTES - STATIC_BYTES) // need))
 

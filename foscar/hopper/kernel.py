@@ -180,10 +180,28 @@ def _tile(me: Thread, args, shared, state, s: list, operands: tuple, factors: tu
     else:
         if cutlass.const_expr(folds.k_side(cfg).plain):
             warpgroup.wait_group(0)  # Q K^T is long done; its A registers are free for V's (16 heads spill without)
-        codes = pv.unpack(words, me.masks, cfg)
+        _values(me, shared, state, sums, words, operands[1], slot, cfg)
+
+
+@cute.jit
+def _values(me: Thread, shared, state, sums: list, words: list, operands: list, slot: Int32,
+            cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """P V of a tile and its promotion, V with parameters per token."""
+    blocks = range(pv.row_blocks(cfg))
+    if cutlass.const_expr(pv.in_turn(cfg)):
         _release(shared.empty + slot, me.lane)
         cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-        d = pv.accumulate(codes, operands[1], cfg)
+        weights = [softmax.advance(state, sums, j, cfg) for j in range(cfg.heads_per_thread)]
+        for i in cutlass.range_constexpr(len(blocks)):
+            codes = pv.unpack(words, me.masks, i, 0, cfg)
+            (d,) = pv.accumulate([codes], [pv.operand_of(operands, i, cfg)], 0, cfg)
+            warpgroup.wait_group(0)
+            softmax.promote_block(state, weights, d, i, cfg)
+    else:
+        codes = [pv.unpack(words, me.masks, i, 0, cfg) for i in blocks]
+        _release(shared.empty + slot, me.lane)
+        cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
+        d = pv.accumulate(codes, [pv.operand_of(operands, i, cfg) for i in blocks], 0, cfg)
         warpgroup.wait_group(0)
         softmax.promote(state, sums, d, cfg)
 

@@ -4,7 +4,7 @@ A unit's exact product and the sum of P over it become its part of O in float32;
 maximum and so their weight.  The sums are of P before its rounding, like the denominator's: what the 16-bit rounding
 of P is off by multiplies a code's range, not V's bias.
 
-Units of less than 32 tokens, half a step of the contraction index, are multiplied with the other half of A zero.
+Units of 16 tokens, half a step of the contraction index, are multiplied with the other half of A zero.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..common import device, fold
 from . import folds, pv, softmax
-from .config import TILE_TOKENS, DecodeConfig
+from .config import DecodeConfig
 
 EARLY = 2  # units of a tile whose parameters are loaded before the slot is released
 
@@ -68,54 +68,20 @@ def load_pairs(base, units, left, cfg: DecodeConfig) -> list[list[Uint32]]:
 
 
 @cute.jit
-def _unit_codes(words: list, masks: list, u: cutlass.Constexpr, cfg: cutlass.Constexpr) -> cute.Tensor:
-    """Unit ``u`` of the tile's words as wgmma's A registers; of a step of which it is half, the rest is zero."""
-    mma = pv.make_mma(cfg)
-    unit = folds.v_side(cfg).unit
-    a = mma.make_fragment_A(mma.partition_shape_A((cfg.head_dim, max(unit, 32))))
-    per_group = len(words[0])
-    zero = device.separate_zero() if unit == 16 else None
-    for group in cutlass.range_constexpr(max(unit, 32) // 16):
-        for p, mask in enumerate(masks):
-            for i in cutlass.range_constexpr(per_group):
-                m, rh = divmod(p * per_group + i, 2)
-                registers = cute.recast_tensor(a[None, m, group // 2], Uint32)
-                at = rh + 2 * (group % 2)
-                if cutlass.const_expr(unit == 16 and group != u % 2):
-                    registers[at] = zero
-                else:
-                    source = u * (unit // 16) + (group if unit > 16 else 0)
-                    registers[at] = words[source][i] & mask
-    return a
-
-
-@cute.jit
-def _multiply(a: cute.Tensor, operand: cute.Tensor, u: cutlass.Constexpr, cfg: cutlass.Constexpr):
-    """Issue unit ``u``'s products; returns the accumulator (pv.accumulate)."""
-    mma = pv.make_mma(cfg)
-    unit = folds.v_side(cfg).unit
-    d = cute.make_rmem_tensor(mma.partition_shape_C((cfg.head_dim, cfg.columns)), Int32)
-    warpgroup.fence()
-    for k in cutlass.range_constexpr(max(unit, 32) // 32):
-        mma.set(warpgroup.Field.ACCUMULATE, k != 0)
-        cute.gemm(mma, d, a[None, None, k], operand[None, None, u * unit // 32 + k], d)
-    warpgroup.commit_group()
-    return d
-
-
-@cute.jit
-def _add(state, d: cute.Tensor, pairs: list, p_sum: list, new: list, old, factors: list,
+def _add(state, d: cute.Tensor, first: cutlass.Constexpr, pairs: list, p_sum: list, weights: tuple, factors: list,
          cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """A unit's part to O; ``old``: the weights of what O holds, None where they are applied already."""
+    """A unit's part to row blocks ``first`` .. of O; ``weights``: (of what O holds, None: applied already; the tile's),
+    per head."""
     nh = cfg.heads_per_thread
-    for r in cutlass.range_constexpr(cfg.head_dim // 32):
-        scale, bias = device.unpack_halves(pairs[r], cfg.format.params)
-        scale = scale * (factors[r] * Float32(1.0 / pv.PROB_TOP))
+    old, new = weights
+    for r in cutlass.range_constexpr(cute.size(d) // (2 * nh)):
+        scale, bias = device.unpack_halves(pairs[first + r], cfg.format.params)
+        scale = scale * (factors[first + r] * Float32(1.0 / pv.PROB_TOP))
         for j in cutlass.range_constexpr(nh):
             e = (r // 2) * 4 * nh + 4 * j + 2 * (r % 2)
             exact = Float32(d[e] * 256 + d[e + 1])
             part = fold.v_channel_output(exact, p_sum[j], scale, bias, fma=device.fma)
-            o = r * nh + j
+            o = (first + r) * nh + j
             before = state.o[o] if cutlass.const_expr(old is None) else state.o[o] * old[j]
             state.o[o] = device.fma(part, new[j], before)
 
@@ -129,22 +95,19 @@ def add_tile(state, sums: list, words: list, early: list, base: Int32, left, me,
         words: of pv.load_words; ``early``: :func:`load_pairs` of all units, or empty: they are loaded here.
         base, left: of :func:`load_pairs`.
     """
-    nh, units = cfg.heads_per_thread, folds.v_side(cfg).units
+    nh, units, blocks = cfg.heads_per_thread, folds.v_side(cfg).units, pv.row_blocks(cfg)
     factors = pv.position_factors(cfg, me.warp)
-    weights = None
+    old, new = [], []
     for u in cutlass.range_constexpr(units):
-        if cutlass.const_expr(units == 1):
-            (a,) = pv.unpack(words, me.masks, cfg)
-        else:
-            a = _unit_codes(words, me.masks, u, cfg)
-        d = _multiply(a, operand, u, cfg)
-        p_sum = [unit_sums(shared, me.lane, j, cfg)[u] for j in range(nh)]
-        if cutlass.const_expr(u == 0):
-            weights = [softmax.advance(state, j, sums[j][0], sums[j][1]) for j in range(nh)]
-        pairs = early[u] if cutlass.const_expr(len(early) > 0) else load_pairs(base, [u], left, cfg)[0]
-        warpgroup.wait_group(0)
-        old = [w[0] for w in weights] if cutlass.const_expr(u == 0) else None
-        _add(state, d, pairs, p_sum, [w[1] for w in weights], old, factors, cfg)
-
-
-assert TILE_TOKENS // 16 == 8
+        for block in cutlass.range_constexpr(blocks):
+            (d,) = pv.accumulate([pv.unpack(words, me.masks, block, u, cfg)], [operand], u, cfg)
+            if cutlass.const_expr(block == 0):
+                p_sum = [unit_sums(shared, me.lane, j, cfg)[u] for j in range(nh)]
+                pairs = early[u] if cutlass.const_expr(len(early) > 0) else load_pairs(base, [u], left, cfg)[0]
+            if cutlass.const_expr(u == 0 and block == 0):
+                weights = [softmax.advance(state, sums, j, cfg) for j in range(nh)]
+                old, new = [w[0] for w in weights], [w[1] for w in weights]
+            warpgroup.wait_group(0)
+            first = block * (cfg.head_dim // 32 // blocks)
+            before = old if cutlass.const_expr(u == 0) else None
+            _add(state, d, first, pairs, p_sum, (before, new), factors, cfg)

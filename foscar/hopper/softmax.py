@@ -243,29 +243,44 @@ def probabilities(w: list, top: list, params: TokenParams, room: Int32, cfg: cut
     return sums
 
 
-def advance(state: State, j: int, top, total) -> tuple[Float32, Float32]:
-    """The new maximum and denominator of head ``j``; the weights of what is there and of the tile."""
+def advance(state: State, sums: list, j: int, cfg: DecodeConfig) -> tuple[Float32, Float32]:
+    """Head ``j``'s maximum and sums take in a tile's; returns the weights of what O holds and of the tile."""
+    top, total, offsets = sums[j]
     m = cute.arch.fmax(state.m[j], top)
     old, new = device.exp2(state.m[j] - m), device.exp2(top - m)
     state.m[j] = m
     state.l[j] = device.fma(state.l[j], old, total * new)
+    for x, offset in enumerate(offsets):
+        b = x * cfg.heads_per_thread + j
+        state.b[b] = device.fma(state.b[b], old, offset * new)
     return old, new
+
+
+def _add(state: State, weights: tuple, j: int, d: cute.Tensor, first: int, cfg: DecodeConfig) -> None:
+    """The accumulator of row blocks from ``first`` on, head ``j``, to O."""
+    old, new = weights
+    nh, beside = cfg.heads_per_thread, folds.prob_shape(cfg)[0]
+    for r in range(cute.size(d) // (4 * nh * beside) * 2):
+        column_group = r % beside * nh + j  # of two groups side by side, a row block has one
+        e = (r // 2) * 4 * nh * beside + 4 * column_group + 2 * (r % 2)
+        exact = d[e] * 256 + d[e + 1]
+        o = (first + r) * nh + j
+        state.o[o] = device.fma(Float32(exact), new, state.o[o] * old)
 
 
 @cute.jit
 def promote(state: State, sums: list, d: list, cfg: cutlass.Constexpr) -> None:
     """Add a tile to the running state: the int32 product becomes float32 with the weight 2^(tile max - new max)."""
-    nh = cfg.heads_per_thread
-    beside = folds.prob_shape(cfg)[0]
     rows = cfg.head_dim // 32 // len(d)  # of one accumulator
-    for j in cutlass.range_constexpr(nh):
-        top, total, offsets = sums[j]
-        old, new = advance(state, j, top, total)
-        for x, offset in enumerate(offsets):
-            state.b[x * nh + j] = device.fma(state.b[x * nh + j], old, offset * new)
-        for r in cutlass.range_constexpr(cfg.head_dim // 32):
-            column_group = r % beside * nh + j  # of two groups side by side, a row block has one
-            e = (r % rows // 2) * 4 * nh * beside + 4 * column_group + 2 * (r % 2)
-            exact = d[r // rows][e] * 256 + d[r // rows][e + 1]
-            o = r * nh + j
-            state.o[o] = device.fma(Float32(exact), new, state.o[o] * old)
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+        weights = advance(state, sums, j, cfg)
+        for block in cutlass.range_constexpr(len(d)):
+            _add(state, weights, j, d[block], rows * block, cfg)
+
+
+@cute.jit
+def promote_block(state: State, weights: list, d: cute.Tensor, block: cutlass.Constexpr,
+                  cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """One row block of 64 channels alone; ``weights``: :func:`advance` of every head."""
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+        _add(state, weights[j], j, d, 2 * block, cfg)

@@ -214,8 +214,8 @@ def values_kernel(tiles: Int64, probs: Int64, products: Int64, cfg: cutlass.Cons
     fill_shared(shared.probs, probs + Int64(block) * cfg.prob_bytes, cfg.prob_bytes, thread, MATH_THREADS)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
-    codes = pv.unpack(pv.load_words(me.v + at, cfg), me.masks, cfg)
-    (d,) = pv.accumulate(codes, [smem.fragments(pv.make_mma(cfg), x, thread) for x in shared.probs_operands], cfg)
+    codes = pv.unpack(pv.load_words(me.v + at, cfg), me.masks, 0, 0, cfg)
+    (d,) = pv.accumulate([codes], [smem.fragments(pv.make_mma(cfg), x, thread) for x in shared.probs_operands], 0, cfg)
     warpgroup.wait_group(0)
     dump_registers(products + Int64(block) * (MATH_THREADS * 4 * cute.size(d)), d, thread)
 
