@@ -132,7 +132,7 @@ def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
             valid = Int32(32 * warp + lane < tokens)
             parts.prepare_params(k_pair + at, v_pair + at, room + 4 * lane, valid, cfg)
             pipeline.arrive(barriers, "empty", role, slot, lane)  # and the lanes see each other's parameters
-            params = parts.load_params(room + 16 * (lane // 4))
+            params = parts.load_params(room + 16 * (lane // 4), cfg)
             pipeline.wait_full(barriers, "s_full", role, count)
             tcgen05.fence_after()
             column = tensor + ledger.column("s", count & 1)

@@ -15,13 +15,21 @@ class ConfigError(ValueError):
     """A tile configuration that does not fit the machine; the message holds the arithmetic."""
 
 
-def check_problem(kernel: str, config) -> None:
-    """Raise :class:`FormatError` where ``config`` (a DecodeConfig) asks ``kernel`` ("Hopper") for what it has not."""
-    if config.head_dim not in (64, 128):
-        raise FormatError(f"the {kernel} kernel takes head_dim 64 and 128, not {config.head_dim}")
+def check_problem(kernel: str, config, head_dims: tuple[int, ...] = (64, 128), folds: bool = False) -> None:
+    """Raise :class:`FormatError` where ``config`` (a DecodeConfig) asks ``kernel`` ("Hopper") for what it has not.
+
+    Args:
+        head_dims: those that it takes.
+        folds: whether it takes every fold of common/fold.py; else K and V per token with one group only.
+    """
+    if config.head_dim not in head_dims:
+        *most, last = head_dims
+        raise FormatError(f"the {kernel} kernel takes head_dim {', '.join(map(str, most))} and {last}, "
+                          f"not {config.head_dim}")  # fmt: skip
+    config.format.layout(config.head_dim, config.page_size)
     for name, f in (("K", config.format.k), ("V", config.format.v)):
         group = f.resolved_group(config.head_dim, config.page_size)
-        if f.axis != "token" or group != config.head_dim:
+        if not folds and (f.axis != "token" or group != config.head_dim):
             raise FormatError(
                 f"the {kernel} kernel takes {name} quantized per token with one group of head_dim channels, "
                 f"not axis {f.axis!r} with groups of {group}"

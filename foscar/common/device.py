@@ -37,6 +37,25 @@ def store_shared_where(condition, address, word) -> None:
     _asm(None, [Int32(condition), Int32(address), Uint32(word)], text, "r,r,r,~{memory}", True)
 
 
+def warp_max(word) -> Uint32:
+    """The largest unsigned word of the warp, in every lane."""
+    return Uint32(_pure(T.i32(), [Uint32(word)], "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r"))
+
+
+def separate_zero() -> Uint32:
+    """0 in a register that no other zero shares: one that a wgmma in flight reads must not be accessed."""
+    return Uint32(_pure(T.i32(), [], "mov.b32 $0, 0;", "=r"))
+
+
+def multiply_codes(a, b, c) -> list[Int32]:
+    """mma.sync of u8 [16, 32] by s8 [32, 8] added to int32 [16, 8], by one warp: 4, 2 and 4 registers of a lane."""
+    text = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
+    values = [*(Uint32(x) for x in (*a, *b)), *(Int32(x) for x in c)]
+    four = llvm.StructType.get_literal([T.i32()] * 4)
+    result = _pure(four, values, text + "{$10, $11, $12, $13};", "=r,=r,=r,=r" + ",r" * 10)
+    return [Int32(llvm.extractvalue(T.i32(), result, [i])) for i in range(4)]
+
+
 def arrive_where(condition, barrier) -> None:
     """Arrive at an mbarrier (a shared address) where ``condition`` (per lane) holds, by a predicate."""
     text = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1]; }"

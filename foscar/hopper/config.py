@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..common.config import ConfigError, check_problem, check_tile_fields
-from ..common.formats import KVFormat, RecordLayout
+from ..common.formats import PADDED_HEAD_DIMS, FormatError, KVFormat, RecordLayout
 from ..common.plan import PLAIN, TILE_TOKENS, KernelOptions
+from . import folds
 
 ARCH = "sm_90a"
 SHARED_BYTES = 227 * 1024  # of one CTA (sm_90)
@@ -22,7 +23,8 @@ STATIC_BYTES = 1024  # left to alignment and barriers
 class TileConfig:
     """What may be tuned without changing any result beyond rounding."""
 
-    # None: 3, but 2 with more registers where a thread holds four heads. Four were slower (96 registers at launch).
+    # None: 3, but 2 with more registers where a thread holds four heads (or two of 256 channels), and fewer where two
+    # stages of that many would not fit. Four were slower (96 registers at launch).
     math_warpgroups: int | None = None
     # Stages of TILE_TOKENS tokens in flight per math warpgroup; None: as many as fit, at most MAX_STAGES.
     kv_stages: int | None = None
@@ -41,8 +43,8 @@ class DecodeConfig:
     """One decode kernel.
 
     Args:
-        format: the cache's format; K and V per token with one group of head_dim channels.
-        head_dim: 64 or 128.
+        format: the cache's format.
+        head_dim: 64, 128 or 256.
         page_size: tokens per page: 16, 32, 64 or 128.
         heads: query heads per KV head that the kernel has room for: 4, 8, 12 or 16; with ``options.rows`` rows of an
             item, pairs of a query token and a head.
@@ -60,11 +62,17 @@ class DecodeConfig:
     options: KernelOptions = PLAIN
 
     def __post_init__(self) -> None:
-        check_problem("Hopper", self)
+        check_problem("Hopper", self, head_dims=PADDED_HEAD_DIMS, folds=True)
         if not isinstance(self.tile, TileConfig):
             raise TypeError(f"tile must be a foscar.TileConfig, not {type(self.tile).__name__}")
         if not isinstance(self.options, KernelOptions):
             raise TypeError(f"options must be KernelOptions, not {type(self.options).__name__}")
+        if self.options.window and (not folds.k_side(self).plain or folds.v_side(self).channel):
+            # Pages before a window are not loaded: parameters that other tokens share may be missing.
+            raise FormatError(
+                f"the Hopper kernel takes a window with K per token in one group and V per token, "
+                f"not with {self.format.name}; backend='torch' takes both"
+            )
         self.check()
 
     # ---- derived sizes
@@ -89,34 +97,48 @@ class DecodeConfig:
     def heads_per_thread(self) -> int:
         return self.heads // 4
 
-    @property
+    @cached_property
     def warpgroups(self) -> int:
         """Math warpgroups, each with a load warp."""
-        default = 3 if self.heads_per_thread <= 3 else 2
-        return default if self.tile.math_warpgroups is None else self.tile.math_warpgroups
+        if self.tile.math_warpgroups is not None:
+            return self.tile.math_warpgroups
+        most = 3 if self.heads_per_thread <= (1 if self.head_dim == 256 else 3) else 2
+        need = 2 * self.stage_bytes + self.workspace_bytes
+        return max(1, min(most, (SHARED_BYTES - STATIC_BYTES) // need))
 
     @property
     def query_bytes(self) -> int:
-        return self.columns * self.head_dim
+        """Q^T, once per unit of a K with parameters per channel."""
+        return self.columns * self.head_dim * folds.query_operands(self)
+
+    @property
+    def value_bytes(self) -> int:
+        """The query as float32, which a K with parameters per channel needs again for every unit."""
+        return 4 * self.heads * self.head_dim if folds.k_side(self).channel else 0
+
+    @property
+    def prob_columns(self) -> int:
+        """N of P V: the columns of one operand."""
+        return self.columns * folds.prob_shape(self)[0]
 
     @property
     def prob_bytes(self) -> int:
-        return self.columns * TILE_TOKENS
+        return self.prob_columns * TILE_TOKENS * folds.prob_shape(self)[1]
 
     @property
     def param_bytes(self) -> int:
-        """Per math warpgroup: five float32 per token of a tile."""
-        return 4 * 5 * TILE_TOKENS
+        """Per math warpgroup: the float32 per token of a tile."""
+        return 4 * folds.token_values(self) * TILE_TOKENS
 
     @property
     def reduce_bytes(self) -> int:
-        """Per math warpgroup: maxima, sums and offsets of four warps, two query factors, for every head."""
-        return 4 * self.heads * (3 * 4 + 2)
+        """Per math warpgroup: maxima, sums and offsets of four warps, pairs of query factors, for every head."""
+        return 4 * self.heads * ((2 + folds.offset_slots(self)) * 4 + 2 * folds.factor_pairs(self))
 
     @property
     def workspace_bytes(self) -> int:
         """Shared memory of one math warpgroup besides its stages."""
-        return self.query_bytes + self.prob_bytes + self.param_bytes + self.reduce_bytes
+        return self.query_bytes + self.value_bytes + self.prob_bytes + self.param_bytes + self.reduce_bytes
 
     @cached_property
     def stages(self) -> int:

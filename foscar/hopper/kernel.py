@@ -23,6 +23,13 @@ One tile i, in the order of the data (the scores of tile i + 1 are computed unde
 
 While one warpgroup waits, the other two issue; that is why W = 3.
 
+Other folds than one pair per token (folds.py) change the steps, not the edges:
+
+- K per channel: Q' of i + 1 is prepared before the first barrier (channel_query.py), and Q K^T follows it;
+- K in channel groups: Q K^T, folded at once, also follows the first barrier (qk_folded.py);
+- V per channel: every unit of tokens is multiplied and promoted by itself (pv_channel.py); sums of P per unit go
+  along with P^T; slot i is released after its last unit's parameters are loaded.
+
 Tried and slower (INT2, 64 x 32K or 16 x 16K, page 64): four math warpgroups of 112 registers (8 heads: 375 us against
 351); P V of tile i under the folding of tile i + 1 as well (8 heads: 57 us against 53, 4 heads: equal); the last bit
 position of V unmasked and corrected in the store (moves take the masks' place).
@@ -38,7 +45,20 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common import device, rows, schedule
-from . import arguments, load, pv, qk, query, smem, softmax, store
+from . import (
+    arguments,
+    channel_query,
+    folds,
+    load,
+    pv,
+    pv_channel,
+    qk,
+    qk_folded,
+    query,
+    smem,
+    softmax,
+    store,
+)
 from .config import TILE_TOKENS, DecodeConfig
 
 
@@ -88,6 +108,7 @@ class Thread:
     k_pair: Int32
     v: Int32
     v_pair: Int32
+    v_channel: Int32  # pair of the thread's first output channel, were V's parameters per channel
     prepared: Int32  # this thread's token in the warp's room
     params: Int32  # the four tokens of this thread's scores there
     probs: Int32
@@ -118,9 +139,10 @@ def _thread(cfg: DecodeConfig, shared, worker, warp, lane) -> Thread:
         k_pair=shared.ring + softmax.pair_offset(cfg, warp, lane, layout.k_params_offset),
         v=shared.ring + pv.thread_offset(cfg, warp, lane),
         v_pair=shared.ring + softmax.pair_offset(cfg, warp, lane, layout.v_params_offset),
+        v_channel=shared.ring + 4 * (8 * warp + lane // 4),
         prepared=room + 4 * lane,
         params=room + 16 * (lane // 4),
-        probs=shared.probs + smem.operand_byte(cfg, column, k),
+        probs=shared.probs + smem.operand_byte(cfg.prob_columns, column, k),
         masks=pv.code_masks(cfg, warp),
     )
 
@@ -154,39 +176,89 @@ def _mask(w: list, me: Thread, item: Item, left: Int32, window, cfg: cutlass.Con
 
 
 @cute.jit
-def _tile(args, me: Thread, shared, state, s: list, operands: tuple, item: Item, slot: Int32, ahead: Int32,
-          left: Int32, last: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """One tile, whose scores are in ``s``: softmax, P V, and meanwhile Q K^T of the tile in slot ``ahead``.
+def _scores_ahead(args, me: Thread, shared, s: list, operands: tuple, item: Item, slot: Int32, left: Int32,
+                  before_barrier: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """What is done for the scores of the tile in ``slot``, from which on ``left`` tokens count, before the first
+    barrier and after it."""
+    k = folds.k_side(cfg)
+    if cutlass.const_expr(before_barrier):
+        if cutlass.const_expr(k.plain):
+            qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
+        if cutlass.const_expr(k.channel):
+            channel_query.prepare(args, shared, slot, left, me.warp, me.lane, cfg)
+    else:
+        # Between the two barriers: all lanes have loaded, none loads before the next.
+        _prepare(me, item, slot, left, cfg)
+        if cutlass.const_expr(not k.plain):
+            qk_folded.scores(s, shared, slot, me.k, left, me.warp, me.lane, cfg)
 
-    ``left`` tokens count from this tile on; ``last``: nothing is ahead.
+
+@cute.jit
+def _tile(args, me: Thread, shared, state, s: list, operands: tuple, item: Item, slots: tuple, left: Int32,
+          last: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """One tile, whose scores are in ``s``: softmax, P V, and meanwhile Q K^T of the tile ahead.
+
+    ``slots``: this tile's and the one ahead's; ``left`` tokens count from this tile on; ``last``: nothing is ahead.
     """
+    slot, ahead = slots
+    v = folds.v_side(cfg)
     words = pv.load_words(me.v + slot * cfg.stage_bytes, cfg)
-    params = softmax.load_params(me.params)
+    params = softmax.load_params(me.params, cfg)
     w = softmax.fold_scores(s, params, item.factor, item.q_sum, cfg, args.soft_cap_log2)
     if cutlass.const_expr(cfg.options.rows):
         w = _mask(w, me, item, left, args.window, cfg)
     if cutlass.const_expr(not last):
-        qk.scores(s, me.k + ahead * cfg.stage_bytes, operands[0], cfg)
+        _scores_ahead(args, me, shared, s, operands, item, ahead, left - TILE_TOKENS, True, cfg)
     top = softmax.tile_maxima(w, shared, me.warp, me.lane, me.barrier, cfg)
     if cutlass.const_expr(not last):
-        _prepare(
-            me, item, ahead, left - TILE_TOKENS, cfg
-        )  # between the two barriers: all lanes have loaded, none loads before the next
+        _scores_ahead(args, me, shared, s, operands, item, ahead, left - TILE_TOKENS, False, cfg)
     sums = softmax.probabilities(w, top, params, me.probs, cfg)
-    warpgroup.wait_group(0)  # Q K^T is long done; its A registers are free for V's (16 heads spill without)
-    codes = pv.unpack(words, me.masks, cfg)
-    _release(shared.empty + slot, me.lane)
-    cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-    d = pv.accumulate(codes, operands[1], cfg)
-    warpgroup.wait_group(0)
-    softmax.promote(state, sums, d, cfg)
+    if cutlass.const_expr(v.channel):
+        base, here = me.v_channel + slot * cfg.stage_bytes, left if cutlass.const_expr(last) else None
+        early = pv_channel.load_pairs(base, range(v.units if v.units <= pv_channel.EARLY else 0), here, cfg)
+        pv_channel.store_sums(sums, shared, me.warp, me.lane, cfg)
+        if cutlass.const_expr(folds.k_side(cfg).plain):
+            warpgroup.wait_group(0)
+        if cutlass.const_expr(len(early) > 0):
+            _release(shared.empty + slot, me.lane)
+        cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
+        pv_channel.add_tile(state, sums, words, early, base, here, me, shared, operands[1][0], cfg)
+        if cutlass.const_expr(len(early) == 0):
+            _release(shared.empty + slot, me.lane)
+    else:
+        if cutlass.const_expr(folds.k_side(cfg).plain):
+            warpgroup.wait_group(0)  # Q K^T is long done; its A registers are free for V's (16 heads spill without)
+        _values(me, shared, state, sums, words, operands[1], slot, cfg)
+
+
+@cute.jit
+def _values(me: Thread, shared, state, sums: list, words: list, operands: list, slot: Int32,
+            cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """P V of a tile and its promotion, V with parameters per token."""
+    blocks = range(pv.row_blocks(cfg))
+    if cutlass.const_expr(pv.in_turn(cfg)):
+        _release(shared.empty + slot, me.lane)
+        cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
+        weights = [softmax.advance(state, sums, j, cfg) for j in range(cfg.heads_per_thread)]
+        for i in cutlass.range_constexpr(len(blocks)):
+            codes = pv.unpack(words, me.masks, i, 0, cfg)
+            (d,) = pv.accumulate([codes], [pv.operand_of(operands, i, cfg)], 0, cfg)
+            warpgroup.wait_group(0)
+            softmax.promote_block(state, weights, d, i, cfg)
+    else:
+        codes = [pv.unpack(words, me.masks, i, 0, cfg) for i in blocks]
+        _release(shared.empty + slot, me.lane)
+        cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
+        d = pv.accumulate(codes, [pv.operand_of(operands, i, cfg) for i in blocks], 0, cfg)
+        warpgroup.wait_group(0)
+        softmax.promote(state, sums, d, cfg)
 
 
 @cute.jit
 def _item(args, shared, request: Int32, head: Int32, cut: schedule.Cut, lane: Int32, cfg: cutlass.Constexpr) -> Item:
     """What load_query left in shared memory, and which tokens the thread's rows see."""
     factor, q_sum, limit = [], [], []
-    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+    for j in cutlass.range_constexpr(cfg.heads_per_thread if folds.k_side(cfg).plain else 0):
         pair = device.load_shared(shared.factors + 8 * (lane % 4 + 4 * j), 2)
         factor.append(pair[0].bitcast(Float32))
         q_sum.append(pair[1].bitcast(Float32))
@@ -202,12 +274,13 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
     """Walk the worker's range of tiles, item by item; ``thread`` counts within the warpgroup."""
     warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
     me = _thread(cfg, shared, worker, warp, lane)
+    k = folds.k_side(cfg)
     operands = (
-        smem.fragments(qk.make_mma(cfg), shared.query_operand, thread),
-        smem.fragments(pv.make_mma(cfg), shared.probs_operand, thread),
+        smem.fragments(qk.make_mma(cfg), shared.query_operand, thread) if k.plain else None,
+        [smem.fragments(pv.make_mma(cfg), x, thread) for x in shared.probs_operands],
     )
     state = softmax.new_state(cfg)
-    s = qk.accumulators(cfg)
+    s = qk.accumulators(cfg) if k.plain else qk_folded.accumulators(cfg)
     work = schedule.start(args, worker, cfg.warpgroups, lane, cfg.options)
     request, head, tile, position, left = work.request, work.head, work.tile, work.position, work.left
     slot = Int32(0)
@@ -221,9 +294,15 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
         item = _item(args, shared, request, head, cut, lane, cfg)
         left_tokens = cut.length - (cut.first + tile) * TILE_TOKENS
         cute.arch.mbarrier_wait(shared.full + slot, phase)
-        _prepare(me, item, slot, left_tokens, cfg)
-        qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
-        warpgroup.wait_group(0)
+        if cutlass.const_expr(k.plain):
+            _prepare(me, item, slot, left_tokens, cfg)
+            qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
+            warpgroup.wait_group(0)
+        else:
+            _scores_ahead(args, me, shared, s, operands, item, slot, left_tokens, True, cfg)
+            cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
+            _scores_ahead(args, me, shared, s, operands, item, slot, left_tokens, False, cfg)
+            cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)  # before Q' of the next tile is stored
         cute.arch.sync_warp()
         for _ in cutlass.range(n - 1, unroll=1):
             ahead = slot + 1
@@ -231,10 +310,10 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
             ahead = ahead - cfg.stages * wrap
             phase = phase ^ wrap
             cute.arch.mbarrier_wait(shared.full + ahead, phase)
-            _tile(args, me, shared, state, s, operands, item, slot, ahead, left_tokens, False, cfg)
+            _tile(args, me, shared, state, s, operands, item, (slot, ahead), left_tokens, False, cfg)
             left_tokens = left_tokens - TILE_TOKENS
             slot = ahead
-        _tile(args, me, shared, state, s, operands, item, slot, slot, left_tokens, True, cfg)
+        _tile(args, me, shared, state, s, operands, item, (slot, slot), left_tokens, True, cfg)
         slot = slot + 1
         if slot == cfg.stages:
             slot = Int32(0)

@@ -13,9 +13,9 @@ from cutlass import Float32, Int32, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ..common import device
+from . import folds
 from .config import TILE_TOKENS, DecodeConfig
 
-GROUPS = TILE_TOKENS // 16
 PROB_TOP = 65535.0  # P = 1 as an integer of two u8 terms
 # 240 (a 4-bit code at position 1) x 65535 x TILE_TOKENS must stay below 2^31.
 assert 240 * int(PROB_TOP) * TILE_TOKENS < 2**31
@@ -26,7 +26,7 @@ def make_mma(cfg: DecodeConfig) -> cute.TiledMma:
         Uint8,
         Uint8,
         Int32,
-        (64, cfg.columns, 32),
+        (64, cfg.prob_columns, 32),
         warpgroup.OperandSource.RMEM,
         OperandMajorMode.K,
         OperandMajorMode.K,
@@ -82,32 +82,69 @@ def load_words(stage: Int32, cfg: cutlass.Constexpr) -> list:
     return words
 
 
+def in_turn(cfg: DecodeConfig) -> bool:
+    """Whether row blocks are multiplied and promoted one after the other: 64 accumulators at once would spill."""
+    return cfg.head_dim // 64 * cfg.prob_columns // 2 >= 64
+
+
+def row_blocks(cfg: DecodeConfig) -> int:
+    """How many blocks of output channels are multiplied apart: one, or one per 64 channels."""
+    return cfg.head_dim // 64 if folds.prob_shape(cfg)[1] > 1 or in_turn(cfg) else 1
+
+
+def steps(cfg: DecodeConfig, unit: int) -> range:
+    """Steps of 32 tokens of a unit (folds.py); V with parameters per token: the tile's."""
+    tokens = folds.v_side(cfg).unit
+    return range(unit * tokens // 32, -(-(unit + 1) * tokens // 32))
+
+
 @cute.jit
-def unpack(words: list, masks: list, cfg: cutlass.Constexpr) -> cute.Tensor:
-    """The words as wgmma's A registers."""
+def unpack(words: list, masks: list, block: cutlass.Constexpr, unit: cutlass.Constexpr,
+           cfg: cutlass.Constexpr) -> cute.Tensor:  # fmt: skip
+    """A row block of the words of a unit as wgmma's A registers; zeros where a step holds other tokens than the unit's
+    16."""
     mma = make_mma(cfg)
-    a = mma.make_fragment_A(mma.partition_shape_A((cfg.head_dim, TILE_TOKENS)))
+    rows = cfg.head_dim // row_blocks(cfg)
+    tokens = folds.v_side(cfg).unit
+    first, count = steps(cfg, unit).start, len(steps(cfg, unit))
+    a = mma.make_fragment_A(mma.partition_shape_A((rows, 32 * count)))
     per_group = len(words[0])
-    for group in cutlass.range_constexpr(GROUPS):
+    zero = device.separate_zero() if tokens == 16 else None
+    for group in cutlass.range_constexpr(2 * first, 2 * (first + count)):
         for p, mask in enumerate(masks):
             for u in cutlass.range_constexpr(per_group):
                 m, rh = divmod(p * per_group + u, 2)
-                registers = cute.recast_tensor(a[None, m, group // 2], Uint32)
-                registers[rh + 2 * (group % 2)] = words[group][u] & mask
+                if cutlass.const_expr(m // (rows // 64) == block):
+                    registers = cute.recast_tensor(a[None, m % (rows // 64), group // 2 - first], Uint32)
+                    other = tokens == 16 and group != unit
+                    registers[rh + 2 * (group % 2)] = zero if other else words[group][u] & mask
     return a
 
 
 @cute.jit
-def accumulate(a: cute.Tensor, operand: cute.Tensor, cfg: cutlass.Constexpr):
-    """Issue the products of one tile without waiting; returns the int32 accumulator.
+def accumulate(a: list, operands: list, unit: cutlass.Constexpr, cfg: cutlass.Constexpr) -> list:
+    """Issue the products of row blocks over a unit's tokens without waiting; returns their int32 accumulators.
 
-    Element ``m * 2 * heads_per_thread * 2 + 4 j + 2 rh + term``: row block ``2 m + rh``, head ``t + 4 j``.
+    Args:
+        a: of :func:`unpack`, per row block.
+        operands: of each, P^T as B fragments (:func:`operand_of`).
+
+    Element ``m * 2 * heads_per_thread * 2 + 4 j + 2 rh + term``: row block ``2 m + rh``, head ``t + 4 j``; with two
+    channel groups of V side by side, ``j`` counts the heads of both.
     """
     mma = make_mma(cfg)  # local: its accumulate flag changes below
-    d = cute.make_rmem_tensor(mma.partition_shape_C((cfg.head_dim, cfg.columns)), Int32)
+    shape = mma.partition_shape_C((cfg.head_dim // row_blocks(cfg), cfg.prob_columns))
+    d = [cute.make_rmem_tensor(shape, Int32) for _ in a]
+    first, count = steps(cfg, unit).start, len(steps(cfg, unit))
     warpgroup.fence()
-    for k in cutlass.range_constexpr(TILE_TOKENS // 32):
+    for k in cutlass.range_constexpr(count):
         mma.set(warpgroup.Field.ACCUMULATE, k != 0)
-        cute.gemm(mma, d, a[None, None, k], operand[None, None, k], d)
+        for i in cutlass.range_constexpr(len(a)):
+            cute.gemm(mma, d[i], a[i][None, None, k], operands[i][None, None, first + k], d[i])
     warpgroup.commit_group()
     return d
+
+
+def operand_of(operands: list, block: int, cfg: DecodeConfig) -> cute.Tensor:
+    """P^T of a row block, from the fragments of all channel groups."""
+    return operands[block * len(operands) // row_blocks(cfg)]

@@ -62,6 +62,23 @@ def unpack(word: Uint32, bits: int) -> list[Uint32]:
     return [word & Uint32(0x0F0F0F0F), (word >> 4) & Uint32(0x0F0F0F0F)]
 
 
+def load_codes(stage, i: int, cfg: DecodeConfig) -> list[tuple[int, Uint32]]:
+    """(register, word) of wgmma's A operand for product ``i``: register ``4 step + 2 half + row``, and step ``s`` holds
+    channels ``32 s .. 32 s + 31``.  mma.sync's A registers of one step are the same four."""
+    bits = cfg.format.k.bits
+    words_per_row = cfg.layout.k_row_bytes // 16
+    vector = cfg.layout.k_vector_words
+    planes = 2 * words_per_row // vector
+    loaded = [device.load_shared(stage + (i * planes + v) * (64 * vector), vector) for v in range(planes)]
+    found = []
+    for j in range(2 * words_per_row):
+        row, u = j // words_per_row, j % words_per_row
+        for p, code in enumerate(unpack(loaded[j // vector][j % vector], bits)):
+            step, half = divmod(p * words_per_row + u, 2)
+            found.append((4 * step + 2 * half + row, code))
+    return found
+
+
 @cute.jit
 def scores(s: list, stage: Int32, operand: cute.Tensor, cfg: cutlass.Constexpr) -> None:
     """Issue the products of one tile, one wgmma group per 64 tokens, without waiting.
@@ -72,19 +89,11 @@ def scores(s: list, stage: Int32, operand: cute.Tensor, cfg: cutlass.Constexpr) 
         operand: Q^T as B fragments.
     """
     mma = make_mma(cfg)  # local: its accumulate flag changes below
-    bits = cfg.format.k.bits
-    words_per_row = cfg.layout.k_row_bytes // 16
-    vector = cfg.layout.k_vector_words
-    planes = 2 * words_per_row // vector
     for i in cutlass.range_constexpr(HALVES):
         a = mma.make_fragment_A(mma.partition_shape_A((64, cfg.head_dim)))
         registers = cute.recast_tensor(a, Uint32)
-        loaded = [device.load_shared(stage + (i * planes + v) * (64 * vector), vector) for v in range(planes)]
-        for j in cutlass.range_constexpr(2 * words_per_row):
-            row, u = j // words_per_row, j % words_per_row
-            for p, code in enumerate(unpack(loaded[j // vector][j % vector], bits)):
-                step, half = divmod(p * words_per_row + u, 2)
-                registers[4 * step + 2 * half + row] = code
+        for register, code in load_codes(stage, i, cfg):
+            registers[register] = code
         warpgroup.fence()
         for k in cutlass.range_constexpr(cfg.head_dim // 32):
             mma.set(warpgroup.Field.ACCUMULATE, k != 0)

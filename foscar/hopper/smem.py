@@ -3,15 +3,17 @@
 Per math warpgroup ``w``:
 
 - ``stages`` ring slots of ``stage_bytes``: the pages of one tile, record after record (written by bulk copies);
-- Q^T, ``columns x head_dim`` s8: column ``2 h + term`` of head ``h`` (B operand of Q K^T);
-- P^T, ``columns x TILE_TOKENS`` u8, likewise (B operand of P V);
+- Q^T, ``columns x head_dim`` s8: column ``2 h + term`` of head ``h`` (B operand of Q K^T), once per unit (folds.py);
+- Q, float32 ``[head][channel]``, where K has parameters per channel;
+- P^T, ``columns x TILE_TOKENS`` u8, likewise (B operand of P V), once per channel group of V;
 - token parameters, float32 ``[warp][value][32 tokens]`` (softmax.prepare_params);
-- reductions: float32 ``[head][warp]`` maxima, denominators and offsets, and ``[head]`` query factors;
+- reductions: float32 ``[head][warp]`` maxima, denominators and offsets, and query factors (folds.factor_pairs);
 - two mbarriers a slot: ``full`` (one arrival with the bytes) and ``empty`` (one arrival per math warp).
 
-Both B operands use the no-swizzle K-major form: core matrices of 8 columns x 16 bytes of the contraction index, 128
+wgmma's B operands use the no-swizzle K-major form: core matrices of 8 columns x 16 bytes of the contraction index, 128
 consecutive bytes each, column groups next, then the contraction index.  Reads by wgmma are conflict-free, and the
-address of an element is plain arithmetic (:func:`operand_byte`).
+address of an element is plain arithmetic (:func:`operand_byte`).  Where mma.sync multiplies (every K but the plain
+one, see qk_folded.py), Q^T lies as its lanes load it (:func:`fragment_byte`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import cutlass.cute as cute
 from cutlass import Int8, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import warpgroup
 
+from . import folds
 from .config import TILE_TOKENS, DecodeConfig
 
 
@@ -38,15 +41,28 @@ class Shared:
     sums: Int32
     offsets: Int32
     factors: Int32
-    query_operand: cute.Tensor
-    probs_operand: cute.Tensor
+    values: Int32
+    query_operand: cute.Tensor | None
+    probs_operands: list  # of tensors
     full: cute.Pointer
     empty: cute.Pointer
 
 
-def operand_byte(cfg: DecodeConfig, column, k):
-    """Byte of element (column, contraction index ``k``) of a B operand of 8-bit elements."""
-    return (column % 8) * 16 + (column // 8) * 128 + (k // 16) * (16 * cfg.columns) + k % 16
+def operand_byte(columns: int, column, k):
+    """Byte of element (column, contraction index ``k``) of a B operand of ``columns`` 8-bit elements (wgmma)."""
+    return (column % 8) * 16 + (column // 8) * 128 + (k // 16) * (16 * columns) + k % 16
+
+
+def fragment_byte(head_dim: int, column, k):
+    """Likewise of Q^T for mma.sync: [8 columns][64 channels][lane] vectors of a lane's four words (two steps)."""
+    vector = (column // 8) * (8 * head_dim) + (k // 64) * 512 + (column % 8) * 64 + k % 16 // 4 * 16
+    return vector + k % 64 // 16 * 4 + k % 4
+
+
+def probs_byte(cfg: DecodeConfig, part: int) -> int:
+    """Where P^T of channel group ``part`` of V begins."""
+    beside = folds.prob_shape(cfg)[0]
+    return part // beside * (cfg.prob_columns * TILE_TOKENS) + part % beside * (16 * cfg.columns)
 
 
 def fragments(mma: cute.TiledMma, operand: cute.Tensor, thread) -> cute.Tensor:
@@ -54,10 +70,9 @@ def fragments(mma: cute.TiledMma, operand: cute.Tensor, thread) -> cute.Tensor:
     return mma.make_fragment_B(mma.get_slice(thread).partition_B(operand))
 
 
-def _operand_layout(cfg: DecodeConfig, dtype, contraction: int):
+def _operand_layout(dtype, columns: int, contraction: int, count: int):
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_INTER, dtype)
-    w = cfg.warpgroups
-    return cute.tile_to_shape(atom, (cfg.columns, contraction, w), order=(0, 1, 2))
+    return cute.tile_to_shape(atom, (columns, contraction, count), order=(0, 1, 2))
 
 
 @dataclass
@@ -69,6 +84,7 @@ class Ledger:
     probs: cute.Tensor
     params: cute.Tensor
     reduce: cute.Tensor
+    values: cute.Tensor | None
     full: cute.Pointer
     empty: cute.Pointer
 
@@ -79,6 +95,8 @@ class Ledger:
         probs = self.probs.iterator.toint() + w * cfg.prob_bytes
         base = self.reduce.iterator.toint() + w * cfg.reduce_bytes
         part = 16 * cfg.heads
+        operands = folds.prob_shape(cfg)[1]
+        plain = folds.k_side(cfg).plain
         return Shared(
             ring=ring,
             query=query,
@@ -87,9 +105,10 @@ class Ledger:
             maxima=base,
             sums=base + part,
             offsets=base + 2 * part,
-            factors=base + 3 * part,
-            query_operand=self.query[None, None, w],
-            probs_operand=self.probs[None, None, w],
+            factors=base + (2 + folds.offset_slots(cfg)) * part,
+            values=0 if self.values is None else self.values.iterator.toint() + w * cfg.value_bytes,
+            query_operand=self.query[None, None, w] if plain else None,
+            probs_operands=[self.probs[None, None, w * operands + i] for i in range(operands)],
             full=self.full + w * cfg.stages,
             empty=self.empty + w * cfg.stages,
         )
@@ -99,14 +118,17 @@ def allocate(cfg: DecodeConfig) -> Ledger:
     w = cfg.warpgroups
     allocator = cutlass.memory.SmemAllocator()
     ring = allocator.allocate_tensor(Uint8, cute.make_layout(w * cfg.stages * cfg.stage_bytes), byte_alignment=128)
-    query_layout = _operand_layout(cfg, Int8, cfg.head_dim)
+    query_layout = _operand_layout(Int8, cfg.columns, cfg.head_dim, w * folds.query_operands(cfg))
     query = allocator.allocate_tensor(Int8, query_layout.outer, byte_alignment=128, swizzle=query_layout.inner)
-    probs_layout = _operand_layout(cfg, Uint8, TILE_TOKENS)
+    probs_layout = _operand_layout(Uint8, cfg.prob_columns, TILE_TOKENS, w * folds.prob_shape(cfg)[1])
     probs = allocator.allocate_tensor(Uint8, probs_layout.outer, byte_alignment=128, swizzle=probs_layout.inner)
     params = allocator.allocate_tensor(Uint8, cute.make_layout(w * cfg.param_bytes), byte_alignment=128)
     reduce = allocator.allocate_tensor(Uint8, cute.make_layout(w * cfg.reduce_bytes), byte_alignment=128)
     barriers = allocator.allocate_array(Int64, 2 * w * cfg.stages)
-    return Ledger(ring, query, probs, params, reduce, barriers, barriers + w * cfg.stages)
+    values = None
+    if cfg.value_bytes:
+        values = allocator.allocate_tensor(Uint8, cute.make_layout(w * cfg.value_bytes), byte_alignment=128)
+    return Ledger(ring, query, probs, params, reduce, values, barriers, barriers + w * cfg.stages)
 
 
 @cute.jit

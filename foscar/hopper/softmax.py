@@ -1,6 +1,6 @@
 """The softmax of one tile, folded parameters included, and the running state over tiles.
 
-Domains, in order (fold.py's rows 1 and 3):
+Domains, in order (fold.py's rows 1 and 3, one pair per token):
 
 1. ``s``: the exact integer product, the two terms of Q joined, as float32;
 2. ``z = k_scale s + k_bias q_sum``: the folded score, in the units of ``s``;
@@ -11,6 +11,12 @@ Domains, in order (fold.py's rows 1 and 3):
 
 Quantizing p' to the tile's own maximum keeps 16 bits also for light tiles after a heavy one.  The state (m, l, b, O)
 is in units of 2^m: l the denominator, b the sum of P times V's bias, O in integer units of ``PROB_TOP``.
+
+Other folds change the ends only.  Where K's scores come folded (qk_folded.py), steps 1 to 3 are done.  Where V has
+several channel groups, step 4 takes the largest of a token's scales, and step 5 makes an operand per group: p' times
+the group's share of that scale.  One maximum for all groups keeps one set of reductions; a group is thereby rounded
+relative to the largest of the tile over all channels.  Where V has parameters per channel, step 4 adds nothing, P
+itself is the operand, and its sums over units of tokens go to pv_channel.py.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from cutlass import Float32, Int32, Uint32
 
 from ..common import device, fold
 from ..common.rows import LOWEST
-from . import qk
+from . import folds, qk, smem
 from .config import DecodeConfig
 from .pv import PROB_TOP
 
@@ -39,18 +45,23 @@ TOKENS = 4  # of one thread in a tile
 
 @dataclass
 class TokenParams:
-    """Per token of the thread, float32 in registers (rmem tensors of TOKENS elements)."""
+    """Per token of the thread, float32 in registers (rmem tensors of TOKENS elements); None or empty: not there."""
 
-    k_scale: cute.Tensor
-    k_bias: cute.Tensor
-    v_log: cute.Tensor  # log2 of V's scale
-    v_reciprocal: cute.Tensor
-    v_ratio: cute.Tensor  # V's bias / scale
+    k_scale: cute.Tensor | None
+    k_bias: cute.Tensor | None
+    v_log: cute.Tensor  # log2 of V's scale (the largest of several); V per channel: 0; -inf for one that does not count
+    v_reciprocal: cute.Tensor | None
+    v_ratio: cute.Tensor | None  # V's bias / scale
+    v_scales: tuple = ()  # of several channel groups: scale / largest scale * PROB_TOP
+    v_ratios: tuple = ()  # and bias / largest scale
 
 
 @dataclass
 class State:
-    """The running state of a warpgroup's thread: ``[head]`` and O ``[row block][head]``, float32 in registers."""
+    """The running state of a warpgroup's thread, float32 in registers.
+
+    ``m``, ``l``: [head]; ``b``: [V's channel group][head]; ``o``: [row block][head].
+    """
 
     m: cute.Tensor
     l: cute.Tensor  # noqa: E741 - the field's name for the denominator
@@ -60,7 +71,8 @@ class State:
 
 def new_state(cfg: DecodeConfig) -> State:
     nh = cfg.heads_per_thread
-    return State(*(cute.make_rmem_tensor((n,), Float32) for n in (nh, nh, nh, nh * cfg.head_dim // 32)))
+    sizes = (nh, nh, nh * folds.v_side(cfg).parts, nh * cfg.head_dim // 32)
+    return State(*(cute.make_rmem_tensor((n,), Float32) for n in sizes))
 
 
 def reset(state: State) -> None:
@@ -81,28 +93,48 @@ def prepare_params(k_pair: Int32, v_pair: Int32, room: Int32, valid: Int32, cfg:
     """A tile's parameters as float32 to the warp's room, one token per lane: a quarter of the work of doing it per use.
 
     Args:
-        k_pair, v_pair: shared addresses of the lane's two pairs.
-        room: shared address of the lane's first word; the five values lie 128 bytes apart.
+        k_pair, v_pair: shared addresses of the lane's two pairs (of the first channel group).
+        room: shared address of the lane's first word; the values (folds.token_values) lie 128 bytes apart.
         valid: whether the lane's token counts; the bytes of one that does not may be anything.
     """
-    k_word = Uint32(cutlass.select_(valid != 0, device.load_shared(k_pair, 1)[0], Uint32(0)))
-    v_word = Uint32(cutlass.select_(valid != 0, device.load_shared(v_pair, 1)[0], Uint32(0)))
-    k_scale, k_bias = device.unpack_halves(k_word, cfg.format.params)
-    v_scale, v_bias = device.unpack_halves(v_word, cfg.format.params)
-    v_scale = device.max_nan(v_scale, Float32(SMALLEST_SCALE[cfg.format.params]))
-    v_log = Float32(cutlass.select_(valid != 0, device.log2(v_scale), Float32(float("-inf"))))
-    v_reciprocal = device.reciprocal(v_scale)
-    for i, value in enumerate((k_scale, k_bias, v_log, v_reciprocal, v_bias * v_reciprocal)):
+    k, v = folds.k_side(cfg), folds.v_side(cfg)
+    at = [k_pair] if k.plain else []
+    if cutlass.const_expr(not v.channel):
+        at = at + [v_pair + 4 * cfg.page_size * x if x else v_pair for x in range(v.parts)]
+    words = [Uint32(cutlass.select_(valid != 0, device.load_shared(x, 1)[0], Uint32(0))) for x in at]
+    pairs = [device.unpack_halves(w, cfg.format.params) for w in words]
+    values = pairs.pop(0) if k.plain else []
+    if cutlass.const_expr(v.channel):
+        values = [*values, Float32(cutlass.select_(valid != 0, Float32(0.0), Float32(float("-inf"))))]
+    else:
+        scales, biases = [p[0] for p in pairs], [p[1] for p in pairs]
+        top = device.max_nan(device.tree(device.max_nan, scales), Float32(SMALLEST_SCALE[cfg.format.params]))
+        log = Float32(cutlass.select_(valid != 0, device.log2(top), Float32(float("-inf"))))
+        reciprocal = device.reciprocal(top)
+        values = [*values, log, reciprocal]
+        if cutlass.const_expr(v.parts > 1):
+            values = values + [x * reciprocal * Float32(PROB_TOP) for x in scales]
+        values = values + [x * reciprocal for x in biases]
+    for i, value in enumerate(values):
         device.store_shared(room + 128 * i, [value.bitcast(Uint32)])
 
 
 @cute.jit
-def load_params(room: Int32) -> TokenParams:
+def load_params(room: Int32, cfg: cutlass.Constexpr) -> TokenParams:
     """The thread's four tokens of what :func:`prepare_params` stored; ``room`` is the address of the first."""
+    k, v = folds.k_side(cfg), folds.v_side(cfg)
     values = []
-    for i in cutlass.range_constexpr(5):
+    for i in cutlass.range_constexpr(folds.token_values(cfg)):
         values.append(cute.recast_tensor(device.load_shared(room + 128 * i, TOKENS), Float32))
-    return TokenParams(*values)
+    own = values[2:] if k.plain else values
+    k_scale, k_bias = values[:2] if k.plain else (None, None)
+    log, rest = own[0], own[1:]
+    if cutlass.const_expr(v.channel):
+        return TokenParams(k_scale, k_bias, log, None, None)
+    if cutlass.const_expr(v.plain):
+        return TokenParams(k_scale, k_bias, log, *rest)
+    n = 1 + v.parts
+    return TokenParams(k_scale, k_bias, log, rest[0], None, tuple(rest[1:n]), tuple(rest[n:]))
 
 
 def _quad_max(values: list, lane) -> list:
@@ -182,22 +214,34 @@ def mask_scores(w: list, limit: list, window) -> list:
 def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cutlass.Constexpr, cap=None) -> list:
     """Steps 1 to 4 of the domains above: ``w[head][token]`` from the accumulators of :func:`qk.scores`.
 
-    ``factor`` and ``q_sum`` are per head of the thread (query.py).  With a soft-cap ``cap`` is it in base 2, and the
-    factor is ``2 / cap`` times what it would be without.
+    ``factor`` and ``q_sum`` are per head of the thread (query.py); with qk_folded.py's scores, logits already, unused.
+    With a soft-cap ``cap`` is it in base 2, and the factor is ``2 / cap`` times what it would be without.
     """
     w = []
     for j in cutlass.range_constexpr(cfg.heads_per_thread):
         row = []
         for i in cutlass.range_constexpr(TOKENS):
-            e = 4 * j + 2 * (i % 2)
-            raw = Float32(s[i // 2][e] * 256 + s[i // 2][e + 1])
-            z = fold.k_token_score(raw, q_sum[j], params.k_scale[i], params.k_bias[i], fma=device.fma)
-            if cutlass.const_expr(cfg.options.soft_cap):
-                row.append(cap_logit(z * factor[j], cap, params.v_log[i], cfg.options.wide_cap))
+            v_log = params.v_log[i]
+            if cutlass.const_expr(folds.k_side(cfg).plain):
+                e = 4 * j + 2 * (i % 2)
+                raw = Float32(s[i // 2][e] * 256 + s[i // 2][e + 1])
+                z = fold.k_token_score(raw, q_sum[j], params.k_scale[i], params.k_bias[i], fma=device.fma)
+                if cutlass.const_expr(cfg.options.soft_cap):
+                    row.append(cap_logit(z * factor[j], cap, v_log, cfg.options.wide_cap))
+                else:
+                    row.append(device.fma(z, factor[j], v_log))
+            elif cutlass.const_expr(cfg.options.soft_cap):
+                row.append(cap_logit(s[j][i], cap, v_log, cfg.options.wide_cap))
             else:
-                row.append(device.fma(z, factor[j], params.v_log[i]))
+                row.append(s[j][i] + v_log)
         w.append(row)
     return w
+
+
+def _split(bits: list) -> tuple[Uint32, Uint32]:
+    """Four tokens' integers as words of high and of low bytes."""
+    first, second = device.byte_permute(bits[0], bits[1], 0x5410), device.byte_permute(bits[2], bits[3], 0x5410)
+    return device.byte_permute(first, second, 0x7531), device.byte_permute(first, second, 0x6420)
 
 
 @cute.jit
@@ -209,26 +253,29 @@ def probabilities(w: list, top: list, params: TokenParams, room: Int32, cfg: cut
         room: shared address of the thread's first word of P^T.
 
     Returns:
-        Per head: (tile maximum, sum of the numerators, sum of the numerators times V's bias), this thread's tokens.
+        Per head: (tile maximum, sum of the numerators, their sums times V's biases: one per channel group of a V with
+        parameters per token), this thread's tokens.
     """
-    nh = cfg.heads_per_thread
+    v = folds.v_side(cfg)
     sums = []
     stores = []
-    for j in cutlass.range_constexpr(nh):
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
         # A tile with no token at all has the maximum -inf; any finite number serves instead.
         shift = cute.arch.fmax(top[j], Float32(LOWEST))
-        total, offset = Float32(0.0), Float32(0.0)
-        bits = []
+        total = Float32(0.0)
+        ratios = () if v.channel else (params.v_ratio,) if v.plain else params.v_ratios
+        offsets = [Float32(0.0) for _ in ratios]
+        scales = params.v_scales if len(params.v_scales) else ([Float32(PROB_TOP)] * TOKENS,)
+        bits = [[] for _ in scales]
         for i in cutlass.range_constexpr(TOKENS):
-            p = device.exp2(w[j][i] - shift)
-            total = device.fma(p, params.v_reciprocal[i], total)
-            offset = fold.v_token_offset(offset, p, params.v_ratio[i], fma=device.fma)
-            bits.append(device.fma(p, Float32(PROB_TOP), Float32(MAGIC)).bitcast(Uint32))
-        first, second = device.byte_permute(bits[0], bits[1], 0x5410), device.byte_permute(bits[2], bits[3], 0x5410)
-        high = device.byte_permute(first, second, 0x7531)
-        low = device.byte_permute(first, second, 0x6420)
-        stores.append((room + 128 * j, high, low))
-        sums.append((top[j], total, offset))
+            x = device.exp2(w[j][i] - shift)
+            total = total + x if v.channel else device.fma(x, params.v_reciprocal[i], total)
+            offsets = [fold.v_token_offset(b, x, r[i], fma=device.fma) for b, r in zip(offsets, ratios, strict=True)]
+            for part, scale in zip(bits, scales, strict=True):
+                part.append(device.fma(x, scale[i], Float32(MAGIC)).bitcast(Uint32))
+        for part, values in enumerate(bits):
+            stores.append((room + (smem.probs_byte(cfg, part) + 128 * j), *_split(values)))
+        sums.append((top[j], total, offsets))
     for address, high, low in stores:
         device.store_shared(address, [high])
         device.store_shared(address + 16, [low])
@@ -236,19 +283,44 @@ def probabilities(w: list, top: list, params: TokenParams, room: Int32, cfg: cut
     return sums
 
 
+def advance(state: State, sums: list, j: int, cfg: DecodeConfig) -> tuple[Float32, Float32]:
+    """Head ``j``'s maximum and sums take in a tile's; returns the weights of what O holds and of the tile."""
+    top, total, offsets = sums[j]
+    m = cute.arch.fmax(state.m[j], top)
+    old, new = device.exp2(state.m[j] - m), device.exp2(top - m)
+    state.m[j] = m
+    state.l[j] = device.fma(state.l[j], old, total * new)
+    for x, offset in enumerate(offsets):
+        b = x * cfg.heads_per_thread + j
+        state.b[b] = device.fma(state.b[b], old, offset * new)
+    return old, new
+
+
+def _add(state: State, weights: tuple, j: int, d: cute.Tensor, first: int, cfg: DecodeConfig) -> None:
+    """The accumulator of row blocks from ``first`` on, head ``j``, to O."""
+    old, new = weights
+    nh, beside = cfg.heads_per_thread, folds.prob_shape(cfg)[0]
+    for r in range(cute.size(d) // (4 * nh * beside) * 2):
+        column_group = r % beside * nh + j  # of two groups side by side, a row block has one
+        e = (r // 2) * 4 * nh * beside + 4 * column_group + 2 * (r % 2)
+        exact = d[e] * 256 + d[e + 1]
+        o = (first + r) * nh + j
+        state.o[o] = device.fma(Float32(exact), new, state.o[o] * old)
+
+
 @cute.jit
-def promote(state: State, sums: list, d: cute.Tensor, cfg: cutlass.Constexpr) -> None:
+def promote(state: State, sums: list, d: list, cfg: cutlass.Constexpr) -> None:
     """Add a tile to the running state: the int32 product becomes float32 with the weight 2^(tile max - new max)."""
-    nh = cfg.heads_per_thread
-    for j in cutlass.range_constexpr(nh):
-        top, total, offset = sums[j]
-        m = cute.arch.fmax(state.m[j], top)
-        old, new = device.exp2(state.m[j] - m), device.exp2(top - m)
-        state.m[j] = m
-        state.l[j] = device.fma(state.l[j], old, total * new)
-        state.b[j] = device.fma(state.b[j], old, offset * new)
-        for r in cutlass.range_constexpr(cfg.head_dim // 32):
-            e = (r // 2) * 4 * nh + 4 * j + 2 * (r % 2)
-            exact = d[e] * 256 + d[e + 1]
-            o = r * nh + j
-            state.o[o] = device.fma(Float32(exact), new, state.o[o] * old)
+    rows = cfg.head_dim // 32 // len(d)  # of one accumulator
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+        weights = advance(state, sums, j, cfg)
+        for block in cutlass.range_constexpr(len(d)):
+            _add(state, weights, j, d[block], rows * block, cfg)
+
+
+@cute.jit
+def promote_block(state: State, weights: list, d: cute.Tensor, block: cutlass.Constexpr,
+                  cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """One row block of 64 channels alone; ``weights``: :func:`advance` of every head."""
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+        _add(state, weights[j], j, d, 2 * block, cfg)

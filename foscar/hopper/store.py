@@ -12,25 +12,28 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 
 from ..common import device, rows
 from ..common.schedule import Work
-from . import pv
+from . import folds, pv
 
 
 @cute.jit
 def _warp_sums(state, shared, warp: Int32, lane: Int32, barrier: Int32, cfg: cutlass.Constexpr) -> None:
     """Replace the thread's l and b by their sums over the warpgroup."""
-    for j in cutlass.range_constexpr(cfg.heads_per_thread):
-        total = device.butterfly(device.add, state.l[j], (4, 8, 16))
-        offset = device.butterfly(device.add, state.b[j], (4, 8, 16))
+    nh = cfg.heads_per_thread
+    rooms = [(state.l, 0, shared.sums)]
+    if cutlass.const_expr(not folds.v_side(cfg).channel):
+        rooms += [(state.b, x * nh, shared.offsets + 16 * cfg.heads * x) for x in range(folds.v_side(cfg).parts)]
+    for j in cutlass.range_constexpr(nh):
+        sums = [device.butterfly(device.add, tensor[first + j], (4, 8, 16)) for tensor, first, _ in rooms]
         if lane < 4:
             at = 16 * (lane + 4 * j) + 4 * warp
-            device.store_shared(shared.sums + at, [total.bitcast(Uint32)])
-            device.store_shared(shared.offsets + at, [offset.bitcast(Uint32)])
+            for value, (_, _, base) in zip(sums, rooms, strict=True):
+                device.store_shared(base + at, [value.bitcast(Uint32)])
     cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
-    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+    for j in cutlass.range_constexpr(nh):
         at = 16 * (lane % 4 + 4 * j)
-        for tensor, base in ((state.l, shared.sums), (state.b, shared.offsets)):
+        for tensor, first, base in rooms:
             four = device.load_shared(base + at, 4)
-            tensor[j] = device.tree(device.add, [four[i].bitcast(Float32) for i in range(4)])
+            tensor[first + j] = device.tree(device.add, [four[i].bitcast(Float32) for i in range(4)])
 
 
 @cute.jit
@@ -68,6 +71,15 @@ def write_head(args, work: Work, item: rows.ItemRows, whole, index: Int32, out: 
             cute.make_tensor(target, cute.make_layout(1))[0] = lse
 
 
+def _output(state, r: int, j: int, factors: list, cfg):
+    """Row block ``r`` of head ``j``, V's bias included, before the division by the denominator."""
+    nh, v = cfg.heads_per_thread, folds.v_side(cfg)
+    if v.channel:
+        return state.o[r * nh + j]  # pv_channel.py has added all of it
+    offset = state.b[32 * r // v.group * nh + j]
+    return device.fma(state.o[r * nh + j], factors[r] * Float32(1.0 / pv.PROB_TOP), offset)
+
+
 @cute.jit
 def finish(args, state, work: Work, whole, shared, warp: Int32, lane: Int32, barrier: Int32,
            cfg: cutlass.Constexpr) -> None:  # fmt: skip
@@ -82,8 +94,5 @@ def finish(args, state, work: Work, whole, shared, warp: Int32, lane: Int32, bar
         if index < item.count:
             # l = 0 is a row that sees nothing: zeros and -inf.  A NaN stays one.
             inverse = cutlass.select_(state.l[j] == Float32(0.0), Float32(0.0), Float32(1.0) / state.l[j])
-            out = [
-                device.fma(state.o[r * nh + j], factors[r] * Float32(1.0 / pv.PROB_TOP), state.b[j]) * inverse
-                for r in range(blocks)
-            ]
+            out = [_output(state, r, j, factors, cfg) * inverse for r in range(blocks)]
             write_head(args, work, item, whole, index, out, state.m[j] + device.log2(state.l[j]), warp, lane, cfg)

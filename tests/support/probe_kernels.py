@@ -165,7 +165,7 @@ def params_kernel(tiles: Int64, left: Int64, params: Int64, cfg: cutlass.Constex
     valid = Int32(me.token < words_at(left, 1 << 20, Int32)[block])
     softmax.prepare_params(me.k_pair + at, me.v_pair + at, me.prepared, valid, cfg)
     cute.arch.sync_warp()
-    found = softmax.load_params(me.params)
+    found = softmax.load_params(me.params, cfg)
     values = (found.k_scale, found.k_bias, found.v_log, found.v_reciprocal, found.v_ratio)
     for i in cutlass.range_constexpr(len(values)):
         row = Int64(block * len(values) + i) * (MATH_THREADS * 4 * softmax.TOKENS)
@@ -198,8 +198,8 @@ def softmax_kernel(scores: Int64, params: Int64, factors: Int64, folded: Int64, 
     for j in cutlass.range_constexpr(nh):
         for i in cutlass.range_constexpr(softmax.TOKENS):
             out[j * softmax.TOKENS + i] = w[j][i]
-        for i in cutlass.range_constexpr(3):
-            stats[3 * j + i] = found[j][i]
+        for i, value in enumerate((*found[j][:2], *found[j][2])):
+            stats[3 * j + i] = value
     dump_registers(folded + Int64(block) * (MATH_THREADS * 4 * nh * softmax.TOKENS), out, thread)
     dump_registers(sums + Int64(block) * (MATH_THREADS * 12 * nh), stats, thread)
     dump_shared(probs + Int64(block) * cfg.prob_bytes, shared.probs, cfg.prob_bytes, thread, MATH_THREADS)
@@ -214,8 +214,8 @@ def values_kernel(tiles: Int64, probs: Int64, products: Int64, cfg: cutlass.Cons
     fill_shared(shared.probs, probs + Int64(block) * cfg.prob_bytes, cfg.prob_bytes, thread, MATH_THREADS)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
-    codes = pv.unpack(pv.load_words(me.v + at, cfg), me.masks, cfg)
-    d = pv.accumulate(codes, smem.fragments(pv.make_mma(cfg), shared.probs_operand, thread), cfg)
+    codes = pv.unpack(pv.load_words(me.v + at, cfg), me.masks, 0, 0, cfg)
+    (d,) = pv.accumulate([codes], [smem.fragments(pv.make_mma(cfg), x, thread) for x in shared.probs_operands], 0, cfg)
     warpgroup.wait_group(0)
     dump_registers(products + Int64(block) * (MATH_THREADS * 4 * cute.size(d)), d, thread)
 
@@ -237,7 +237,7 @@ def store_kernel(work: Int64, products: Int64, sums: Int64, steps: Int32, out: I
         row = Int64(block * steps + step)
         d = registers_from(products + row * (MATH_THREADS * 4 * size), size, thread, Int32)
         stats = registers_from(sums + row * (MATH_THREADS * 12 * nh), 3 * nh, thread, Float32)
-        softmax.promote(state, [(stats[3 * j], stats[3 * j + 1], stats[3 * j + 2]) for j in range(nh)], d, cfg)
+        softmax.promote(state, [(stats[3 * j], stats[3 * j + 1], [stats[3 * j + 2]]) for j in range(nh)], [d], cfg)
     fields = words_at(work + Int64(block) * (4 * len(WORK)), len(WORK), Int32)
     values = [fields[i] for i in range(len(WORK))]
     here, tiles, n = schedule.Work(*values[:-2]), values[-2], values[-1]

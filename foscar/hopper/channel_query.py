@@ -1,0 +1,99 @@
+"""Q of one unit of tokens for a K with parameters per channel (fold.py's row 2): ``Q' = Q scale`` in two s8 terms.
+
+``Q'`` is rounded like Q (query.py) with a power of two per head *and unit*, from the largest product of that unit: one
+for the whole item would have to know the scales to come, and a bound from the largest scale is loose by as much as
+the scales of channels differ.  Per (unit, head), in float32:
+
+- ``factor``, which turns the integer product into a logit in base 2;
+- ``offset``, the fold's constant as a logit: ``sm_scale log2(e) sum_c Q[h,c] bias[c]``.
+
+The four warps share out units and heads so that one of four units or more prepares its own tokens' queries.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from ..common import device, fold
+from . import folds, query, smem
+from .config import TILE_TOKENS
+
+
+def _pairs(address, per_lane: int, dtype: str) -> tuple[list, list]:
+    """(scales, biases) of the lane's channels."""
+    step = min(4, per_lane)
+    words = [w for i in range(0, per_lane, step) for w in _words(address + 4 * i, step)]
+    pairs = [device.unpack_halves(w, dtype) for w in words]
+    return [p[0] for p in pairs], [p[1] for p in pairs]
+
+
+def _words(address, count: int) -> list:
+    loaded = device.load_shared(address, count)
+    return [loaded[i] for i in range(count)]
+
+
+@cute.jit
+def _head(scale: list, bias: list, values: Int32, room: Int32, pair: Int32, weight: Float32, sm_scale: Float32,
+          valid: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """One head of one unit by one warp.
+
+    Args:
+        values: shared address of the lane's float32 channels; ``room``: of the lane's first word of the operand.
+        pair: where (factor, offset) go; ``weight``: ``f`` of query.position_weight.
+        valid: whether a token of the unit counts; else the parameters may be anything and the pair is 0.
+    """
+    per_lane = cfg.head_dim // 32
+    step = min(4, per_lane)
+    q = [w.bitcast(Float32) for i in range(0, per_lane, step) for w in _words(values + 4 * i, step)]
+    x = [fold.k_channel_query(a, b) for a, b in zip(q, scale, strict=True)]
+    top = device.tree(device.max_nan, [device.absolute(v) for v in x])
+    top = device.warp_max(top.bitcast(Uint32)).bitcast(Float32)  # not negative: ordered like its bits, NaN on top
+    up, down = query.power_of_two(top)
+    # 128 more: byte 1 is then the rounded high term, byte 0 the low one with its sign bit flipped.
+    bits = [device.fma(v, up, Float32(query.MAGIC + 128.0)).bitcast(Uint32) for v in x]
+    offset = Float32(0.0)
+    for a, b in zip(q, bias, strict=True):
+        offset = fold.k_channel_offset(offset, a, b, fma=device.fma)
+    offset = device.butterfly(device.add, offset * weight, (1, 2, 4, 8, 16)) * sm_scale
+    factor = sm_scale * down + (top - top)  # NaN where Q' has one
+    for i in cutlass.range_constexpr(0, per_lane, step):
+        four = (bits[i : i + step] * 2)[:4]
+        first, second = device.byte_permute(four[0], four[1], 0x5410), device.byte_permute(four[2], four[3], 0x5410)
+        high = device.byte_permute(first, second, 0x7531)
+        low = device.byte_permute(first, second, 0x6420) ^ Uint32(0x80808080)
+        query.store_bytes(room + 4 * i, [high], per_lane)
+        query.store_bytes(room + (4 * i + 64), [low], per_lane)
+    for i, value in enumerate((factor, offset)):
+        value = cutlass.select_(valid != 0, value, Float32(0.0))
+        device.store_shared_where(lane == 0, pair + 4 * i, Float32(value).bitcast(Uint32))
+
+
+@cute.jit
+def prepare(args, shared, slot: Int32, left: Int32, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
+    """The queries of all units of the tile in ``slot``, of which ``left`` tokens count; a barrier must follow.
+
+    By one math warpgroup, after the barrier that follows :func:`query.load_query`.
+    """
+    k = folds.k_side(cfg)
+    per_lane, d = cfg.head_dim // 32, cfg.head_dim
+    sharing = max(1, 4 // k.units)  # warps that prepare one unit
+    mine = max(1, k.units // 4)  # units of one warp
+    _, weight = query.position_weight(lane, cfg)
+    stage = shared.ring + slot * cfg.stage_bytes
+    lane_room = shared.query + smem.fragment_byte(d, 0, per_lane * lane)
+    for n in cutlass.range_constexpr(mine):
+        unit = Int32(0) if cutlass.const_expr(k.units == 1) else warp // sharing * mine + n
+        address = stage + folds.unit_offset(cfg, k.unit, unit, cfg.layout.k_params_offset) + 4 * per_lane * lane
+        scale, bias = _pairs(address, per_lane, cfg.format.params)
+        valid = Int32(unit * k.unit < left)
+        for j in cutlass.range_constexpr(cfg.heads // sharing):
+            head = warp % sharing + sharing * j
+            values = shared.values + 4 * (head * d + per_lane * lane)
+            room = lane_room + unit * (cfg.columns * d) + head // 4 * (8 * d) + head % 4 * 128
+            pair = shared.factors + 8 * (unit * cfg.heads + head)
+            _head(scale, bias, values, room, pair, weight, args.sm_scale_log2, valid, lane, cfg)
+
+
+assert TILE_TOKENS % 16 == 0
