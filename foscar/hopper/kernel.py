@@ -132,14 +132,17 @@ def _prepare(me: Thread, slot: Int32, left: Int32, cfg: cutlass.Constexpr) -> No
 
 @cute.jit
 def _scores_ahead(me: Thread, args, shared, s: list, operands: tuple, slot: Int32, left: Int32,
-                  before_barrier: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """What is done for the scores of the tile in ``slot`` before the first barrier, and after it."""
+                  before_barrier: cutlass.Constexpr, first: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """What is done for the scores of the tile in ``slot`` before the first barrier, and after it.
+
+    ``first``: of an item, so that it may have no token.
+    """
     k = folds.k_side(cfg)
     if cutlass.const_expr(before_barrier):
         if cutlass.const_expr(k.plain):
             qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
         if cutlass.const_expr(k.channel):
-            channel_query.prepare(args, shared, slot, left, me.warp, me.lane, cfg)
+            channel_query.prepare(args, shared, slot, left, me.warp, me.lane, first, cfg)
     else:
         _prepare(me, slot, left, cfg)  # between the two barriers: all lanes have loaded, none loads before the next
         if cutlass.const_expr(not k.plain):
@@ -159,11 +162,13 @@ def _tile(me: Thread, args, shared, state, s: list, operands: tuple, factors: tu
     words = pv.load_words(me.v + slot * cfg.stage_bytes, cfg)
     params = softmax.load_params(me.params, cfg)
     w = softmax.fold_scores(s, params, *factors, cfg)
+    if cutlass.const_expr(last and v.channel):  # a tile before the last is full
+        w = softmax.exclude(w, me.token // 4 * 4, left)
     if cutlass.const_expr(not last):
-        _scores_ahead(me, args, shared, s, operands, ahead, left, True, cfg)
+        _scores_ahead(me, args, shared, s, operands, ahead, left, True, False, cfg)
     top = softmax.tile_maxima(w, shared, me.warp, me.lane, me.barrier, cfg)
     if cutlass.const_expr(not last):
-        _scores_ahead(me, args, shared, s, operands, ahead, left, False, cfg)
+        _scores_ahead(me, args, shared, s, operands, ahead, left, False, False, cfg)
     sums = softmax.probabilities(w, top, params, me.probs, cfg)
     if cutlass.const_expr(v.channel):
         base, here = me.v_channel + slot * cfg.stage_bytes, left if cutlass.const_expr(last) else None
@@ -242,9 +247,9 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
             qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
             warpgroup.wait_group(0)
         else:
-            _scores_ahead(me, args, shared, s, operands, slot, left_tokens, True, cfg)
+            _scores_ahead(me, args, shared, s, operands, slot, left_tokens, True, True, cfg)
             cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-            _scores_ahead(me, args, shared, s, operands, slot, left_tokens, False, cfg)
+            _scores_ahead(me, args, shared, s, operands, slot, left_tokens, False, True, cfg)
             cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)  # before Q' of the next tile is stored
         cute.arch.sync_warp()
         for _ in cutlass.range(n - 1, unroll=1):
