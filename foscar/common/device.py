@@ -192,9 +192,7 @@ def spread(op, values: list, lane, offsets) -> tuple:
             low, high = values[: n // 2], values[n // 2 :]
             mine = [cutlass.select_(up, b, a) for a, b in zip(low, high, strict=True)]
             other = [cutlass.select_(up, a, b) for a, b in zip(low, high, strict=True)]
-            values = [
-                op(a, cute.arch.shuffle_sync_bfly(b, offset=offset)) for a, b in zip(mine, other, strict=True)
-            ]
+            values = [op(a, cute.arch.shuffle_sync_bfly(b, offset=offset)) for a, b in zip(mine, other, strict=True)]
             base = base + cutlass.select_(up, Int32(n // 2), Int32(0))
         else:
             values = [butterfly(op, v, (offset,)) for v in values]

@@ -18,7 +18,6 @@ from cutlass import Float32, Int32, Uint32
 
 from ..common import device, fold
 from . import folds, query, smem
-from .config import TILE_TOKENS
 
 
 def _pairs(address, per_lane: int, dtype: str) -> tuple[list, list]:
@@ -101,7 +100,9 @@ def prepare(args, shared, slot: Int32, left: Int32, warp: Int32, lane: Int32, fi
         base, offsets, shared_bits = device.spread(device.add, offsets, lane, (16, 8, 4, 2, 1))
         if cutlass.const_expr(first or k.units > 1):
             live = unit * k.unit < left
-            factors, offsets = ([Float32(cutlass.select_(live, x, Float32(0.0))) for x in y] for y in (factors, offsets))
+            factors, offsets = (
+                [Float32(cutlass.select_(live, x, Float32(0.0))) for x in y] for y in (factors, offsets)
+            )
         pairs = shared.factors + 8 * (unit * cfg.heads + warp % sharing)
         if cutlass.const_expr(len(factors) == 1):
             device.store_pair_where(lane == 0, pairs, factors[0].bitcast(Uint32), offsets[0].bitcast(Uint32))

@@ -45,7 +45,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common import device, schedule
-from . import channel_query, folds, load, pv, pv_channel, qk, qk_folded, query, smem, softmax, store
+from . import folds, load, pv, qk, qk_folded, query, smem, softmax, stages, store
 from .config import TILE_TOKENS, DecodeConfig
 
 
@@ -116,39 +116,6 @@ def _thread(cfg: DecodeConfig, shared, worker, warp, lane) -> Thread:
     )
 
 
-def _release(barrier: cute.Pointer, lane) -> None:
-    """The warp has read all it needs of a slot."""
-    cute.arch.sync_warp()
-    device.arrive_where(lane == 0, barrier.toint())
-
-
-@cute.jit
-def _prepare(me: Thread, slot: Int32, left: Int32, cfg: cutlass.Constexpr) -> None:
-    """The parameters of the tile in ``slot``, of which ``left`` tokens count (more than TILE_TOKENS: all)."""
-    at = slot * cfg.stage_bytes
-    valid = Int32(me.token < left)
-    softmax.prepare_params(me.k_pair + at, me.v_pair + at, me.prepared, valid, cfg)
-
-
-@cute.jit
-def _scores_ahead(me: Thread, args, shared, s: list, operands: tuple, slot: Int32, left: Int32,
-                  before_barrier: cutlass.Constexpr, first: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """What is done for the scores of the tile in ``slot`` before the first barrier, and after it.
-
-    ``first``: of an item, so that it may have no token.
-    """
-    k = folds.k_side(cfg)
-    if cutlass.const_expr(before_barrier):
-        if cutlass.const_expr(k.plain):
-            qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
-        if cutlass.const_expr(k.channel):
-            channel_query.prepare(args, shared, slot, left, me.warp, me.lane, first, cfg)
-    else:
-        _prepare(me, slot, left, cfg)  # between the two barriers: all lanes have loaded, none loads before the next
-        if cutlass.const_expr(not k.plain):
-            qk_folded.scores(s, shared, slot, me.k, left, me.warp, me.lane, cfg)
-
-
 @cute.jit
 def _tile(me: Thread, args, shared, state, s: list, operands: tuple, factors: tuple, slots: tuple, left: Int32,
           last: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
@@ -165,50 +132,16 @@ def _tile(me: Thread, args, shared, state, s: list, operands: tuple, factors: tu
     if cutlass.const_expr(last and v.channel):  # a tile before the last is full
         w = softmax.exclude(w, me.token // 4 * 4, left)
     if cutlass.const_expr(not last):
-        _scores_ahead(me, args, shared, s, operands, ahead, left, True, False, cfg)
+        stages.scores_ahead(me, args, shared, s, operands, ahead, left, True, False, cfg)
     top = softmax.tile_maxima(w, shared, me.warp, me.lane, me.barrier, cfg)
     if cutlass.const_expr(not last):
-        _scores_ahead(me, args, shared, s, operands, ahead, left, False, False, cfg)
+        stages.scores_ahead(me, args, shared, s, operands, ahead, left, False, False, cfg)
     sums = softmax.probabilities(w, top, params, me.probs, cfg)
     if cutlass.const_expr(v.channel):
-        base, here = me.v_channel + slot * cfg.stage_bytes, left if cutlass.const_expr(last) else None
-        early = pv_channel.load_pairs(base, range(v.units if v.units <= pv_channel.EARLY else 0), here, cfg)
-        pv_channel.store_sums(sums, shared, me.warp, me.lane, cfg)
-        if cutlass.const_expr(folds.k_side(cfg).plain):
-            warpgroup.wait_group(0)
-        if cutlass.const_expr(len(early) > 0):
-            _release(shared.empty + slot, me.lane)
-        cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-        pv_channel.add_tile(state, sums, words, early, base, here, me, shared, operands[1][0], cfg)
-        if cutlass.const_expr(len(early) == 0):
-            _release(shared.empty + slot, me.lane)
+        here = left if cutlass.const_expr(last) else None
+        stages.channel_values(me, shared, state, sums, words, operands[1][0], slot, here, cfg)
     else:
-        if cutlass.const_expr(folds.k_side(cfg).plain):
-            warpgroup.wait_group(0)  # Q K^T is long done; its A registers are free for V's (16 heads spill without)
-        _values(me, shared, state, sums, words, operands[1], slot, cfg)
-
-
-@cute.jit
-def _values(me: Thread, shared, state, sums: list, words: list, operands: list, slot: Int32,
-            cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """P V of a tile and its promotion, V with parameters per token."""
-    blocks = range(pv.row_blocks(cfg))
-    if cutlass.const_expr(pv.in_turn(cfg)):
-        _release(shared.empty + slot, me.lane)
-        cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-        weights = [softmax.advance(state, sums, j, cfg) for j in range(cfg.heads_per_thread)]
-        for i in cutlass.range_constexpr(len(blocks)):
-            codes = pv.unpack(words, me.masks, i, 0, cfg)
-            (d,) = pv.accumulate([codes], [pv.operand_of(operands, i, cfg)], 0, cfg)
-            warpgroup.wait_group(0)
-            softmax.promote_block(state, weights, d, i, cfg)
-    else:
-        codes = [pv.unpack(words, me.masks, i, 0, cfg) for i in blocks]
-        _release(shared.empty + slot, me.lane)
-        cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-        d = pv.accumulate(codes, [pv.operand_of(operands, i, cfg) for i in blocks], 0, cfg)
-        warpgroup.wait_group(0)
-        softmax.promote(state, sums, d, cfg)
+        stages.values(me, shared, state, sums, words, operands[1], slot, cfg)
 
 
 @cute.jit
@@ -243,13 +176,13 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
         left_tokens = length - tile * TILE_TOKENS
         cute.arch.mbarrier_wait(shared.full + slot, phase)
         if cutlass.const_expr(k.plain):
-            _prepare(me, slot, left_tokens, cfg)
+            stages.prepare(me, slot, left_tokens, cfg)
             qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
             warpgroup.wait_group(0)
         else:
-            _scores_ahead(me, args, shared, s, operands, slot, left_tokens, True, True, cfg)
+            stages.scores_ahead(me, args, shared, s, operands, slot, left_tokens, True, True, cfg)
             cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-            _scores_ahead(me, args, shared, s, operands, slot, left_tokens, False, True, cfg)
+            stages.scores_ahead(me, args, shared, s, operands, slot, left_tokens, False, True, cfg)
             cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)  # before Q' of the next tile is stored
         cute.arch.sync_warp()
         for _ in cutlass.range(n - 1, unroll=1):

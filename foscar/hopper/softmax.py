@@ -176,7 +176,9 @@ def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cu
 def exclude(w: list, first, left) -> list:
     """``w`` with -inf for tokens that do not count; ``first`` is the thread's, ``left`` how many of the tile count."""
     live = [first + i < left for i in range(TOKENS)]
-    return [[Float32(cutlass.select_(c, x, Float32(float("-inf")))) for c, x in zip(live, row, strict=True)] for row in w]
+    return [
+        [Float32(cutlass.select_(c, x, Float32(float("-inf")))) for c, x in zip(live, row, strict=True)] for row in w
+    ]
 
 
 def _split(bits: list) -> tuple[Uint32, Uint32]:
