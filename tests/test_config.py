@@ -10,12 +10,13 @@ import re
 import pytest
 from support.gpu_kernels import ALL as EVERY_OPTION
 from support.gpu_kernels import KERNELS, OPTIONS, name_of
+from support.inputs import fits
 
 from foscar.common import jit
 from foscar.common.config import MAX_HEADS, Q_DTYPES
-from foscar.common.formats import PAGE_SIZES, FormatError, KVFormat
+from foscar.common.formats import PADDED_HEAD_DIMS, PAGE_SIZES, FormatError, KVFormat
 from foscar.common.plan import KernelOptions
-from foscar.hopper import arguments
+from foscar.hopper import arguments, folds
 from foscar.hopper.config import (
     ARCH,
     REGISTERS,
@@ -55,6 +56,37 @@ def test_every_supported_combination_fits(warpgroups):
         assert tile.load_registers <= c.launch_registers <= c.math_registers
         assert 128 * (w * c.math_registers + tile.load_registers) <= c.threads * c.launch_registers
         assert c.stage_bytes == TILE_TOKENS // page_size * c.layout.record_bytes
+
+
+SIDES = [("token", g) for g in (None, 32, 64, 128)] + [("channel", g) for g in (None, 16, 32, 48, 64, 96, 128, 256)]
+
+
+def test_every_fold_fits():
+    """Whatever has a record has a kernel; warpgroups give way where two stages need the room."""
+    found = set()
+    for bits, (k_axis, k_group), (v_axis, v_group), head_dim, page_size, heads in itertools.product(
+        (2, 4), SIDES, SIDES, PADDED_HEAD_DIMS, PAGE_SIZES, (4, 16)
+    ):
+        fmt = KVFormat.make(bits, k_axis=k_axis, k_group=k_group, v_axis=v_axis, v_group=v_group)
+        if fits(fmt, head_dim, page_size):
+            c = DecodeConfig(fmt, head_dim, page_size, heads)
+            assert c.stages >= 2 and folds.k_side(c).units * folds.k_side(c).unit == TILE_TOKENS
+            found.add((c.head_dim, c.warpgroups))
+    assert {d for d, _ in found} == set(PADDED_HEAD_DIMS) and {w for _, w in found} == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "name, page_size, k, v",
+    [
+        ("k2c128v2", 64, folds.Side(True, 1, 128, 128), folds.Side(False, 1, 128, 128)),
+        ("k2c256v2c16", 16, folds.Side(True, 1, 128, 128), folds.Side(True, 1, 128, 16)),
+        ("k2c48v2c96", 16, folds.Side(True, 1, 128, 16), folds.Side(True, 1, 128, 32)),
+        ("k2cv2t32", 32, folds.Side(True, 1, 128, 32), folds.Side(False, 4, 32, 128)),
+    ],
+)
+def test_folds_by_hand(name, page_size, k, v):
+    c = config(fmt=KVFormat.parse(name), page_size=page_size)
+    assert (folds.k_side(c), folds.v_side(c)) == (k, v)
 
 
 def test_sizes_by_hand():
@@ -132,16 +164,14 @@ def test_knobs_out_of_range(tile, message):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"head_dim": 256}, "takes head_dim 64 and 128, not 256"),
-        ({"head_dim": 96}, "takes head_dim 64 and 128, not 96"),
+        ({"head_dim": 96}, "takes head_dim 64, 128 and 256, not 96"),
         ({"page_size": 48}, "page_size must be one of"),
         ({"page_size": 256}, "page_size must be one of"),
         ({"heads": 5}, "heads must be 4, 8, 12 or 16 .* not 5"),
         ({"heads": 20}, "heads must be 4, 8, 12 or 16 .* not 20"),
         ({"q_dtype": "float32"}, "q_dtype must be one of .* not 'float32'"),
-        ({"fmt": KVFormat.make(2, k_axis="channel")}, "takes K quantized per token with one group of head_dim"),
-        ({"fmt": KVFormat.make(4, v_axis="channel", v_group=64)}, "takes V .* not axis 'channel' with groups of 64"),
-        ({"fmt": KVFormat.make(2, k_group=32)}, "takes K .* not axis 'token' with groups of 32"),
+        ({"fmt": KVFormat.make(4, v_axis="channel", v_group=48)}, "V: a group of 48 tokens neither divides nor is"),
+        ({"fmt": KVFormat.make(2, k_group=96)}, "K: a group of 96 channels does not divide head_dim 128"),
     ],
 )
 def test_what_the_kernel_does_not_take(changes, message):

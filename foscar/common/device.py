@@ -5,6 +5,7 @@ The DSL contracts no ``a * b + c``, and some of its wrappers are side-effecting 
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
@@ -29,6 +30,12 @@ def _asm(result_type, operands, text, constraints, effects, *, loc=None, ip=None
 
 def _pure(result_type, operands, text, constraints):
     return _asm(result_type, operands, text, constraints, False)
+
+
+def store_pair_where(condition, address, first, second) -> None:
+    """:func:`store_shared_where` of two consecutive words."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.v2.b32 [$1], {$2, $3}; }"
+    _asm(None, [Int32(condition), Int32(address), Uint32(first), Uint32(second)], text, "r,r,r,r,~{memory}", True)
 
 
 def store_shared_where(condition, address, word) -> None:
@@ -185,3 +192,26 @@ def butterfly(op, value, offsets):
 
 def add(a, b):
     return a + b
+
+
+def spread(op, values: list, lane, offsets) -> tuple:
+    """Reduce each of ``values`` over the lanes that differ in the bits ``offsets``.
+
+    While the number of values is even, lanes that differ in one bit share them out: half the shuffles.
+    Returns (index of this lane's first value, a run-time value or 0; those it ended with; the bits it still shares).
+    """
+    base = Int32(0)
+    shared_bits = 0
+    for offset in offsets:
+        n = len(values)
+        if n % 2 == 0:
+            up = (lane & offset) != 0
+            low, high = values[: n // 2], values[n // 2 :]
+            mine = [cutlass.select_(up, b, a) for a, b in zip(low, high, strict=True)]
+            other = [cutlass.select_(up, a, b) for a, b in zip(low, high, strict=True)]
+            values = [op(a, cute.arch.shuffle_sync_bfly(b, offset=offset)) for a, b in zip(mine, other, strict=True)]
+            base = base + cutlass.select_(up, Int32(n // 2), Int32(0))
+        else:
+            values = [butterfly(op, v, (offset,)) for v in values]
+            shared_bits |= offset
+    return base, values, shared_bits

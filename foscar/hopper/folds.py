@@ -60,7 +60,7 @@ def v_side(cfg) -> Side:
 def token_values(cfg) -> int:
     """float32 that softmax.prepare_params keeps per token."""
     v = v_side(cfg)
-    return 2 * k_side(cfg).plain + (1 if v.channel else 3 if v.plain else 2 + 2 * v.parts)
+    return 2 * k_side(cfg).plain + (0 if v.channel else 3 if v.plain else 2 + 2 * v.parts)
 
 
 def factor_pairs(cfg) -> int:

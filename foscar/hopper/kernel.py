@@ -45,20 +45,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common import device, rows, schedule
-from . import (
-    arguments,
-    channel_query,
-    folds,
-    load,
-    pv,
-    pv_channel,
-    qk,
-    qk_folded,
-    query,
-    smem,
-    softmax,
-    store,
-)
+from . import arguments, folds, load, pv, qk, qk_folded, query, smem, softmax, stages, store
 from .config import TILE_TOKENS, DecodeConfig
 
 
@@ -147,22 +134,6 @@ def _thread(cfg: DecodeConfig, shared, worker, warp, lane) -> Thread:
     )
 
 
-def _release(barrier: cute.Pointer, lane) -> None:
-    """The warp has read all it needs of a slot."""
-    cute.arch.sync_warp()
-    device.arrive_where(lane == 0, barrier.toint())
-
-
-@cute.jit
-def _prepare(me: Thread, item: Item, slot: Int32, left: Int32, cfg: cutlass.Constexpr) -> None:
-    """The parameters of the tile in ``slot``, from which on ``left`` tokens count (more than TILE_TOKENS: all)."""
-    at = slot * cfg.stage_bytes
-    valid = me.token < left
-    if cutlass.const_expr(cfg.options.window):
-        valid = valid & (me.token >= left - item.span)
-    softmax.prepare_params(me.k_pair + at, me.v_pair + at, me.prepared, Int32(valid), cfg)
-
-
 @cute.jit
 def _mask(w: list, me: Thread, item: Item, left: Int32, window, cfg: cutlass.Constexpr) -> list:
     """Scores of a tile from which on the request has ``left`` tokens, masked where a row sees less than another."""
@@ -173,24 +144,6 @@ def _mask(w: list, me: Thread, item: Item, left: Int32, window, cfg: cutlass.Con
         first = 32 * me.warp + 4 * (me.lane // 4)
         w = softmax.mask_scores(w, [x + (left - first) for x in item.limit], window)
     return w
-
-
-@cute.jit
-def _scores_ahead(args, me: Thread, shared, s: list, operands: tuple, item: Item, slot: Int32, left: Int32,
-                  before_barrier: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """What is done for the scores of the tile in ``slot``, from which on ``left`` tokens count, before the first
-    barrier and after it."""
-    k = folds.k_side(cfg)
-    if cutlass.const_expr(before_barrier):
-        if cutlass.const_expr(k.plain):
-            qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
-        if cutlass.const_expr(k.channel):
-            channel_query.prepare(args, shared, slot, left, me.warp, me.lane, cfg)
-    else:
-        # Between the two barriers: all lanes have loaded, none loads before the next.
-        _prepare(me, item, slot, left, cfg)
-        if cutlass.const_expr(not k.plain):
-            qk_folded.scores(s, shared, slot, me.k, left, me.warp, me.lane, cfg)
 
 
 @cute.jit
@@ -205,53 +158,21 @@ def _tile(args, me: Thread, shared, state, s: list, operands: tuple, item: Item,
     words = pv.load_words(me.v + slot * cfg.stage_bytes, cfg)
     params = softmax.load_params(me.params, cfg)
     w = softmax.fold_scores(s, params, item.factor, item.q_sum, cfg, args.soft_cap_log2)
+    if cutlass.const_expr(last and v.channel):  # a tile before the last is full
+        w = softmax.exclude(w, me.token // 4 * 4, left)
     if cutlass.const_expr(cfg.options.rows):
         w = _mask(w, me, item, left, args.window, cfg)
     if cutlass.const_expr(not last):
-        _scores_ahead(args, me, shared, s, operands, item, ahead, left - TILE_TOKENS, True, cfg)
+        stages.scores_ahead(me, args, shared, s, operands, item, ahead, left - TILE_TOKENS, True, False, cfg)
     top = softmax.tile_maxima(w, shared, me.warp, me.lane, me.barrier, cfg)
     if cutlass.const_expr(not last):
-        _scores_ahead(args, me, shared, s, operands, item, ahead, left - TILE_TOKENS, False, cfg)
+        stages.scores_ahead(me, args, shared, s, operands, item, ahead, left - TILE_TOKENS, False, False, cfg)
     sums = softmax.probabilities(w, top, params, me.probs, cfg)
     if cutlass.const_expr(v.channel):
-        base, here = me.v_channel + slot * cfg.stage_bytes, left if cutlass.const_expr(last) else None
-        early = pv_channel.load_pairs(base, range(v.units if v.units <= pv_channel.EARLY else 0), here, cfg)
-        pv_channel.store_sums(sums, shared, me.warp, me.lane, cfg)
-        if cutlass.const_expr(folds.k_side(cfg).plain):
-            warpgroup.wait_group(0)
-        if cutlass.const_expr(len(early) > 0):
-            _release(shared.empty + slot, me.lane)
-        cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-        pv_channel.add_tile(state, sums, words, early, base, here, me, shared, operands[1][0], cfg)
-        if cutlass.const_expr(len(early) == 0):
-            _release(shared.empty + slot, me.lane)
+        here = left if cutlass.const_expr(last) else None
+        stages.channel_values(me, shared, state, sums, words, operands[1][0], slot, here, cfg)
     else:
-        if cutlass.const_expr(folds.k_side(cfg).plain):
-            warpgroup.wait_group(0)  # Q K^T is long done; its A registers are free for V's (16 heads spill without)
-        _values(me, shared, state, sums, words, operands[1], slot, cfg)
-
-
-@cute.jit
-def _values(me: Thread, shared, state, sums: list, words: list, operands: list, slot: Int32,
-            cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """P V of a tile and its promotion, V with parameters per token."""
-    blocks = range(pv.row_blocks(cfg))
-    if cutlass.const_expr(pv.in_turn(cfg)):
-        _release(shared.empty + slot, me.lane)
-        cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-        weights = [softmax.advance(state, sums, j, cfg) for j in range(cfg.heads_per_thread)]
-        for i in cutlass.range_constexpr(len(blocks)):
-            codes = pv.unpack(words, me.masks, i, 0, cfg)
-            (d,) = pv.accumulate([codes], [pv.operand_of(operands, i, cfg)], 0, cfg)
-            warpgroup.wait_group(0)
-            softmax.promote_block(state, weights, d, i, cfg)
-    else:
-        codes = [pv.unpack(words, me.masks, i, 0, cfg) for i in blocks]
-        _release(shared.empty + slot, me.lane)
-        cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-        d = pv.accumulate(codes, [pv.operand_of(operands, i, cfg) for i in blocks], 0, cfg)
-        warpgroup.wait_group(0)
-        softmax.promote(state, sums, d, cfg)
+        stages.values(me, shared, state, sums, words, operands[1], slot, cfg)
 
 
 @cute.jit
@@ -295,13 +216,13 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
         left_tokens = cut.length - (cut.first + tile) * TILE_TOKENS
         cute.arch.mbarrier_wait(shared.full + slot, phase)
         if cutlass.const_expr(k.plain):
-            _prepare(me, item, slot, left_tokens, cfg)
+            stages.prepare(me, item, slot, left_tokens, cfg)
             qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
             warpgroup.wait_group(0)
         else:
-            _scores_ahead(args, me, shared, s, operands, item, slot, left_tokens, True, cfg)
+            stages.scores_ahead(me, args, shared, s, operands, item, slot, left_tokens, True, True, cfg)
             cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-            _scores_ahead(args, me, shared, s, operands, item, slot, left_tokens, False, cfg)
+            stages.scores_ahead(me, args, shared, s, operands, item, slot, left_tokens, False, True, cfg)
             cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)  # before Q' of the next tile is stored
         cute.arch.sync_warp()
         for _ in cutlass.range(n - 1, unroll=1):

@@ -25,13 +25,13 @@ EARLY = 2  # units of a tile whose parameters are loaded before the slot is rele
 def store_sums(sums: list, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
     """Every warp's sums of P (half a warp's where a unit is no more), for :func:`unit_sums` after a barrier."""
     halves = folds.v_side(cfg).unit == 16
-    lanes = (4, 8) if halves else (4, 8, 16)
-    for j in cutlass.range_constexpr(cfg.heads_per_thread):
-        total = device.butterfly(device.add, sums[j][1], lanes)
-        at = shared.offsets + 16 * (lane % 4 + 4 * j) + 4 * warp
-        if cutlass.const_expr(halves):
-            at = shared.offsets + 32 * (lane % 4 + 4 * j) + 8 * warp + 4 * (lane // 16)
-        device.store_shared_where(lane % 16 < 4 if halves else lane < 4, at, total.bitcast(Uint32))
+    bits = (8, 4) if halves else (16, 8, 4)
+    mine = [sums[j][1] for j in range(cfg.heads_per_thread)]
+    base, totals, shared_bits = device.spread(device.add, mine, lane, bits)
+    for i, total in enumerate(totals):
+        head = lane % 4 + 4 * (base + i)
+        at = 32 * head + 8 * warp + 4 * (lane // 16) if halves else 16 * head + 4 * warp
+        device.store_shared_where((lane & shared_bits) == 0, shared.offsets + at, total.bitcast(Uint32))
 
 
 def unit_sums(shared, lane, j: int, cfg: DecodeConfig) -> list[Float32]:

@@ -122,7 +122,8 @@ def allocate(cfg: DecodeConfig) -> Ledger:
     query = allocator.allocate_tensor(Int8, query_layout.outer, byte_alignment=128, swizzle=query_layout.inner)
     probs_layout = _operand_layout(Uint8, cfg.prob_columns, TILE_TOKENS, w * folds.prob_shape(cfg)[1])
     probs = allocator.allocate_tensor(Uint8, probs_layout.outer, byte_alignment=128, swizzle=probs_layout.inner)
-    params = allocator.allocate_tensor(Uint8, cute.make_layout(w * cfg.param_bytes), byte_alignment=128)
+    params_layout = cute.make_layout(max(w * cfg.param_bytes, 16))  # none where no side has parameters per token
+    params = allocator.allocate_tensor(Uint8, params_layout, byte_alignment=128)
     reduce = allocator.allocate_tensor(Uint8, cute.make_layout(w * cfg.reduce_bytes), byte_alignment=128)
     barriers = allocator.allocate_array(Int64, 2 * w * cfg.stages)
     values = None

@@ -49,7 +49,7 @@ class TokenParams:
 
     k_scale: cute.Tensor | None
     k_bias: cute.Tensor | None
-    v_log: cute.Tensor  # log2 of V's scale (the largest of several); V per channel: 0; -inf for one that does not count
+    v_log: cute.Tensor | None  # log2 of V's scale (the largest of several); -inf for a token that does not count
     v_reciprocal: cute.Tensor | None
     v_ratio: cute.Tensor | None  # V's bias / scale
     v_scales: tuple = ()  # of several channel groups: scale / largest scale * PROB_TOP
@@ -104,9 +104,7 @@ def prepare_params(k_pair: Int32, v_pair: Int32, room: Int32, valid: Int32, cfg:
     words = [Uint32(cutlass.select_(valid != 0, device.load_shared(x, 1)[0], Uint32(0))) for x in at]
     pairs = [device.unpack_halves(w, cfg.format.params) for w in words]
     values = pairs.pop(0) if k.plain else []
-    if cutlass.const_expr(v.channel):
-        values = [*values, Float32(cutlass.select_(valid != 0, Float32(0.0), Float32(float("-inf"))))]
-    else:
+    if cutlass.const_expr(not v.channel):
         scales, biases = [p[0] for p in pairs], [p[1] for p in pairs]
         top = device.max_nan(device.tree(device.max_nan, scales), Float32(SMALLEST_SCALE[cfg.format.params]))
         log = Float32(cutlass.select_(valid != 0, device.log2(top), Float32(float("-inf"))))
@@ -128,39 +126,13 @@ def load_params(room: Int32, cfg: cutlass.Constexpr) -> TokenParams:
         values.append(cute.recast_tensor(device.load_shared(room + 128 * i, TOKENS), Float32))
     own = values[2:] if k.plain else values
     k_scale, k_bias = values[:2] if k.plain else (None, None)
-    log, rest = own[0], own[1:]
     if cutlass.const_expr(v.channel):
-        return TokenParams(k_scale, k_bias, log, None, None)
+        return TokenParams(k_scale, k_bias, None, None, None)
+    log, rest = own[0], own[1:]
     if cutlass.const_expr(v.plain):
         return TokenParams(k_scale, k_bias, log, *rest)
     n = 1 + v.parts
     return TokenParams(k_scale, k_bias, log, rest[0], None, tuple(rest[1:n]), tuple(rest[n:]))
-
-
-def _quad_max(values: list, lane) -> list:
-    """Maxima over the eight lanes of equal ``lane % 4``, for each value (head).
-
-    While the number of values is even, lanes that differ in one bit share them out: half the shuffles.
-    Returns (head offset of this lane as a run-time value or 0, the values it ended with, the bits it still shares).
-    """
-    base = Int32(0)
-    shared_bits = 0
-    for offset in (16, 8, 4):
-        n = len(values)
-        if n % 2 == 0:
-            up = (lane & offset) != 0
-            low, high = values[: n // 2], values[n // 2 :]
-            mine = [cutlass.select_(up, b, a) for a, b in zip(low, high, strict=True)]
-            other = [cutlass.select_(up, a, b) for a, b in zip(low, high, strict=True)]
-            values = [
-                cute.arch.fmax(a, cute.arch.shuffle_sync_bfly(b, offset=offset))
-                for a, b in zip(mine, other, strict=True)
-            ]
-            base = base + cutlass.select_(up, Int32(n // 2), Int32(0))
-        else:
-            values = [device.butterfly(cute.arch.fmax, v, (offset,)) for v in values]
-            shared_bits |= offset
-    return base, values, shared_bits
 
 
 @cute.jit
@@ -169,7 +141,8 @@ def tile_maxima(w: list, shared, warp: Int32, lane: Int32, barrier: Int32, cfg: 
 
     Holds one barrier of the warpgroup.
     """
-    base, values, shared_bits = _quad_max([device.tree(cute.arch.fmax, x) for x in w], lane)
+    mine = [device.tree(cute.arch.fmax, x) for x in w]
+    base, values, shared_bits = device.spread(cute.arch.fmax, mine, lane, (16, 8, 4))
     for i in cutlass.range_constexpr(len(values)):
         at = shared.maxima + 16 * (lane % 4 + 4 * (base + i)) + 4 * warp
         device.store_shared_where((lane & shared_bits) == 0, at, values[i].bitcast(Uint32))
@@ -216,26 +189,39 @@ def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cu
 
     ``factor`` and ``q_sum`` are per head of the thread (query.py); with qk_folded.py's scores, logits already, unused.
     With a soft-cap ``cap`` is it in base 2, and the factor is ``2 / cap`` times what it would be without.
+    Where V has parameters per channel, tokens that do not count are not excluded: see :func:`exclude`.
     """
+    bare = folds.v_side(cfg).channel
     w = []
     for j in cutlass.range_constexpr(cfg.heads_per_thread):
         row = []
         for i in cutlass.range_constexpr(TOKENS):
-            v_log = params.v_log[i]
+            v_log = Float32(0.0) if bare else params.v_log[i]
             if cutlass.const_expr(folds.k_side(cfg).plain):
                 e = 4 * j + 2 * (i % 2)
                 raw = Float32(s[i // 2][e] * 256 + s[i // 2][e + 1])
                 z = fold.k_token_score(raw, q_sum[j], params.k_scale[i], params.k_bias[i], fma=device.fma)
-                if cutlass.const_expr(cfg.options.soft_cap):
-                    row.append(cap_logit(z * factor[j], cap, v_log, cfg.options.wide_cap))
-                else:
-                    row.append(device.fma(z, factor[j], v_log))
-            elif cutlass.const_expr(cfg.options.soft_cap):
-                row.append(cap_logit(s[j][i], cap, v_log, cfg.options.wide_cap))
+                y = z * factor[j] if bare or cfg.options.soft_cap else None
             else:
-                row.append(s[j][i] + v_log)
+                z, y = None, Float32(s[j][i])
+            if cutlass.const_expr(cfg.options.soft_cap):
+                row.append(cap_logit(y, cap, v_log, cfg.options.wide_cap))
+            elif cutlass.const_expr(bare):
+                row.append(y)
+            elif cutlass.const_expr(y is None):
+                row.append(device.fma(z, factor[j], v_log))
+            else:
+                row.append(y + v_log)
         w.append(row)
     return w
+
+
+def exclude(w: list, first, left) -> list:
+    """``w`` with -inf for tokens that do not count; ``first`` is the thread's, ``left`` how many of the tile count."""
+    live = [first + i < left for i in range(TOKENS)]
+    return [
+        [Float32(cutlass.select_(c, x, Float32(float("-inf")))) for c, x in zip(live, row, strict=True)] for row in w
+    ]
 
 
 def _split(bits: list) -> tuple[Uint32, Uint32]:

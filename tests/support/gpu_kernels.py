@@ -62,11 +62,38 @@ TILES = (
     _config(2, 2, 128, 64, 8, BF16, math_warpgroups=2, kv_stages=3),
     _config(4, 4, 128, 64, 8, BF16, math_warpgroups=3, kv_stages=2),
 )
+
+
+def _fold(name, head_dim, page_size, heads, q_dtype) -> DecodeConfig:
+    return DecodeConfig(KVFormat.parse(name), head_dim, page_size, heads, q_dtype)
+
+
+# Every fold: each of K's with each of V's kind, groups of tokens within a warp, a tile, larger than a page or a tile,
+# straddling tiles; channel groups of one and of two products; head_dim 256.
+FOLDS = (
+    _fold("k2c128v2", 128, 64, 4, FP16),  # KIVI
+    _fold("k2v2c128", 128, 64, 4, FP16),
+    _fold("k2c128v2c128-bf16", 128, 128, 8, BF16),
+    _fold("k4c64v4c64", 128, 64, 8, FP16),
+    _fold("k2c32v4c32", 128, 32, 16, FP16),
+    _fold("k4c16v2c16", 64, 16, 12, BF16),
+    _fold("k2c48v2c48", 128, 16, 4, FP16),
+    _fold("k4c256v2c256", 64, 32, 8, FP16),
+    _fold("k2t32v2t32", 128, 64, 4, FP16),
+    _fold("k4t64v4t64", 128, 16, 16, BF16),
+    _fold("k2t32v4t32-bf16", 64, 64, 8, BF16),
+    _fold("k2c64v2t32", 128, 128, 4, FP16),
+    _fold("k4t64v2c32", 128, 64, 12, BF16),
+    _fold("k4v4", 256, 64, 4, FP16),
+    _fold("k2v2", 256, 16, 16, BF16),
+    _fold("k2c128v2t64", 256, 64, 8, FP16),
+    _fold("k4t32v4c64", 256, 128, 4, FP16),
+)
 INT2, INT4 = _config(2, 2, 128, 64, 4, BF16), _config(4, 4, 128, 64, 4, BF16)
 # An output whose rounding hides little; examples/quickstart.py uses these too.
 INT2_FP16, INT4_FP16 = _config(2, 2, 128, 64, 4, FP16), _config(4, 4, 128, 64, 4, FP16)
 LONG = (INT2_FP16, INT4_FP16, MIXED[1], INT4)
-KERNELS = tuple(dict.fromkeys((*LAYOUTS, *MIXED, *TILES, INT2, INT4, *LONG)))
+KERNELS = tuple(dict.fromkeys((*LAYOUTS, *MIXED, *TILES, INT2, INT4, *LONG, *FOLDS)))
 # What test_options_kernel.py runs: see the table there.
 ALL = "window,soft_cap,sinks,out_scale,rows"
 OPTIONS = (
