@@ -173,7 +173,8 @@ def with_heads(group: int) -> DecodeConfig:
 
 def appends() -> list[AppendConfig]:
     """APPENDS, and what the caches of the decode tests are filled with."""
-    decode = (AppendConfig(c.format, c.head_dim, c.page_size, dtype) for c in (*KERNELS, *OPTIONS) for dtype in Q_TYPES)
+    made = [c for c in (*KERNELS, *OPTIONS) if append_config.per_token(c.format)]
+    decode = (AppendConfig(c.format, c.head_dim, c.page_size, dtype) for c in made for dtype in Q_TYPES)
     return list(dict.fromkeys((*APPENDS, *decode)))
 
 
