@@ -103,6 +103,8 @@ class Item:
     span: Int32 | None  # tokens from the earliest that a row sees to the end
     q_len: Int32 | None
     limit: list  # per row: its position less the request's length
+    window: Int32 | None
+    soft_cap: Float32 | None  # in base 2
 
 
 def _thread(cfg: DecodeConfig, shared, worker, warp, lane) -> Thread:
@@ -142,19 +144,19 @@ def _prepare(me: Thread, item: Item, slot: Int32, left: Int32, cfg: cutlass.Cons
 
 
 @cute.jit
-def _mask(w: list, me: Thread, item: Item, left: Int32, window, cfg: cutlass.Constexpr) -> list:
+def _mask(w: list, me: Thread, item: Item, left: Int32, cfg: cutlass.Constexpr) -> list:
     """Scores of a tile from which on the request has ``left`` tokens, masked where a row sees less than another."""
     edge = left - item.q_len < TILE_TOKENS - 1
     if cutlass.const_expr(cfg.options.window):
-        edge = edge | (left > window)
+        edge = edge | (left > item.window)
     if edge:
         first = 32 * me.warp + 4 * (me.lane // 4)
-        w = softmax.mask_scores(w, [x + (left - first) for x in item.limit], window)
+        w = softmax.mask_scores(w, [x + (left - first) for x in item.limit], item.window)
     return w
 
 
 @cute.jit
-def _tile(args, me: Thread, shared, state, s: list, operands: tuple, item: Item, slot: Int32, ahead: Int32,
+def _tile(me: Thread, shared, state, s: list, operands: tuple, item: Item, slot: Int32, ahead: Int32,
           left: Int32, last: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
     """One tile, whose scores are in ``s``: softmax, P V, and meanwhile Q K^T of the tile in slot ``ahead``.
 
@@ -162,9 +164,9 @@ def _tile(args, me: Thread, shared, state, s: list, operands: tuple, item: Item,
     """
     words = pv.load_words(me.v + slot * cfg.stage_bytes, cfg)
     params = softmax.load_params(me.params)
-    w = softmax.fold_scores(s, params, item.factor, item.q_sum, cfg, args.soft_cap_log2)
+    w = softmax.fold_scores(s, params, item.factor, item.q_sum, cfg, item.soft_cap)
     if cutlass.const_expr(cfg.options.rows):
-        w = _mask(w, me, item, left, args.window, cfg)
+        w = _mask(w, me, item, left, cfg)
     if cutlass.const_expr(not last):
         qk.scores(s, me.k + ahead * cfg.stage_bytes, operands[0], cfg)
     top = softmax.tile_maxima(w, shared, me.warp, me.lane, me.barrier, cfg)
@@ -194,7 +196,7 @@ def _item(args, shared, request: Int32, head: Int32, cut: schedule.Cut, lane: In
         item = rows.of_item(args, request, head, cfg.options)
         for j in cutlass.range_constexpr(cfg.heads_per_thread):
             limit.append(item.place(lane % 4 + 4 * j).token - cut.q_len)
-    return Item(factor, q_sum, cut.span, cut.q_len, limit)
+    return Item(factor, q_sum, cut.span, cut.q_len, limit, args.window, args.soft_cap_log2)
 
 
 @cute.jit
@@ -231,10 +233,10 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
             ahead = ahead - cfg.stages * wrap
             phase = phase ^ wrap
             cute.arch.mbarrier_wait(shared.full + ahead, phase)
-            _tile(args, me, shared, state, s, operands, item, slot, ahead, left_tokens, False, cfg)
+            _tile(me, shared, state, s, operands, item, slot, ahead, left_tokens, False, cfg)
             left_tokens = left_tokens - TILE_TOKENS
             slot = ahead
-        _tile(args, me, shared, state, s, operands, item, slot, slot, left_tokens, True, cfg)
+        _tile(me, shared, state, s, operands, item, slot, slot, left_tokens, True, cfg)
         slot = slot + 1
         if slot == cfg.stages:
             slot = Int32(0)
