@@ -111,6 +111,8 @@ class Item:
     span: Int32 | None  # tokens from the earliest that a row sees to the end
     q_len: Int32 | None
     limit: list  # per row: its position less the request's length
+    window: Int32 | None
+    soft_cap: Float32 | None  # in base 2
 
 
 def _thread(cfg: DecodeConfig, shared, worker, warp, lane) -> Thread:
@@ -135,14 +137,14 @@ def _thread(cfg: DecodeConfig, shared, worker, warp, lane) -> Thread:
 
 
 @cute.jit
-def _mask(w: list, me: Thread, item: Item, left: Int32, window, cfg: cutlass.Constexpr) -> list:
+def _mask(w: list, me: Thread, item: Item, left: Int32, cfg: cutlass.Constexpr) -> list:
     """Scores of a tile from which on the request has ``left`` tokens, masked where a row sees less than another."""
     edge = left - item.q_len < TILE_TOKENS - 1
     if cutlass.const_expr(cfg.options.window):
-        edge = edge | (left > window)
+        edge = edge | (left > item.window)
     if edge:
         first = 32 * me.warp + 4 * (me.lane // 4)
-        w = softmax.mask_scores(w, [x + (left - first) for x in item.limit], window)
+        w = softmax.mask_scores(w, [x + (left - first) for x in item.limit], item.window)
     return w
 
 
@@ -157,11 +159,11 @@ def _tile(args, me: Thread, shared, state, s: list, operands: tuple, item: Item,
     v = folds.v_side(cfg)
     words = pv.load_words(me.v + slot * cfg.stage_bytes, cfg)
     params = softmax.load_params(me.params, cfg)
-    w = softmax.fold_scores(s, params, item.factor, item.q_sum, cfg, args.soft_cap_log2)
+    w = softmax.fold_scores(s, params, item.factor, item.q_sum, cfg, item.soft_cap)
     if cutlass.const_expr(last and v.channel):  # a tile before the last is full
         w = softmax.exclude(w, me.token // 4 * 4, left)
     if cutlass.const_expr(cfg.options.rows):
-        w = _mask(w, me, item, left, args.window, cfg)
+        w = _mask(w, me, item, left, cfg)
     if cutlass.const_expr(not last):
         stages.scores_ahead(me, args, shared, s, operands, item, ahead, left - TILE_TOKENS, True, False, cfg)
     top = softmax.tile_maxima(w, shared, me.warp, me.lane, me.barrier, cfg)
@@ -187,7 +189,7 @@ def _item(args, shared, request: Int32, head: Int32, cut: schedule.Cut, lane: In
         item = rows.of_item(args, request, head, cfg.options)
         for j in cutlass.range_constexpr(cfg.heads_per_thread):
             limit.append(item.place(lane % 4 + 4 * j).token - cut.q_len)
-    return Item(factor, q_sum, cut.span, cut.q_len, limit)
+    return Item(factor, q_sum, cut.span, cut.q_len, limit, args.window, args.soft_cap_log2)
 
 
 @cute.jit
