@@ -6,6 +6,7 @@ hypothesis itself is logged by the GPU test and taken from FOSCAR_PROPERTY_SEED 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 
@@ -14,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from support import decode_checks as checks
-from support import option_checks
+from support import option_checks, option_table
 from support.gpu_kernels import KERNELS, Q_TYPES
 from support.inputs import all_formats, fits
 from support.runners import EmulatorRunner, GpuRunner, why_no_gpu
@@ -89,6 +90,21 @@ def hold(runner, drawn, lse_base, sm_scale, flat) -> None:
     checks.assert_contract(out, lse, case, sm_scale=sm_scale, lse_base=lse_base)
 
 
+@st.composite
+def option_kernel_cases(draw, longest: int):
+    """(a case that a kernel of the options' table takes, options of the call)."""
+    name = draw(st.sampled_from(sorted(option_table.CASES)))
+    shape, _, q_lens, given_options, call = option_table.CASES[name]
+    lengths, options = draw(lengths_to(longest)), given_options.get("options", AttentionOptions())
+    if options.window is not None:
+        options = dataclasses.replace(options, window=draw(st.integers(1, 2 * longest)))
+    if q_lens is not None:
+        most = min(call.get("max_q_len", 16), 16)
+        q_lens = draw(st.lists(st.integers(0, most), min_size=len(lengths), max_size=len(lengths)))
+    seed = draw(st.integers(0, 2**31 - 1))
+    return option_checks.option_case(lengths, q_lens, seed=seed, **shape, **given_options | {"options": options}), call
+
+
 @pytest.mark.skipif(jit.dsl_version() is None, reason="compiling the kernels needs nvidia-cutlass-dsl")
 @settings(quiet, max_examples=12)
 @given(drawn=kernel_cases(KERNELS, 300), **CALLS)
@@ -96,11 +112,25 @@ def test_emulated(drawn, **call):
     hold(EmulatorRunner(ctas=2), drawn, **call)
 
 
+@pytest.mark.skipif(jit.dsl_version() is None, reason="compiling the kernels needs nvidia-cutlass-dsl")
+@settings(quiet, max_examples=8)
+@given(drawn=option_kernel_cases(200))
+def test_emulated_options(drawn):
+    option_checks.kernel_meets_contract(EmulatorRunner(ctas=2), drawn[0], **drawn[1])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))
 def test_gpu():
     """GPU_DRAWS draws; the log says how many ran and from which seed."""
     drawn_kernels = set()
+
+    @seed(GPU_SEED)
+    @settings(quiet, max_examples=GPU_DRAWS // 5)
+    @given(drawn=option_kernel_cases(600))
+    def option_draws(drawn):
+        option_checks.kernel_meets_contract(GpuRunner(), drawn[0], **drawn[1])
+        counts["draws"] += 1
 
     @seed(GPU_SEED)
     @settings(quiet, max_examples=GPU_DRAWS)
@@ -112,5 +142,6 @@ def test_gpu():
 
     counts = {"draws": 0}
     draws()
-    print(f"{counts['draws']} draws of {len(drawn_kernels)} kernels, seed {GPU_SEED}")
+    option_draws()
+    print(f"{counts['draws']} draws, {len(drawn_kernels)} kernels without options, seed {GPU_SEED}")
     assert counts["draws"] >= GPU_DRAWS
