@@ -209,8 +209,6 @@ def test_refusals_on_a_gpu():
         foscar.decode_attention(case.q.cpu(), *case.tables)
     with pytest.raises(ValueError, match="seq_lens is on cpu, not on cuda:0"):
         foscar.decode_attention(case.q, case.cache, case.block_table, case.seq_lens.cpu())
-    with pytest.raises(ValueError, match="takes 1 to 16 query heads per KV head, not 17"):
-        foscar.decode_attention(torch.zeros(1, 34, 128, device="cuda").half(), *case.tables)
 
 
 def test_batch_zero():

@@ -263,7 +263,7 @@ def compressed(case: Case) -> Tables:
     """The same requests as FlashInfer's tables."""
     counts = [-(-n // case.cache.page_size) for n in case.seq_lens.tolist()]
     rows = [row[:n] for row, n in zip(case.block_table, counts, strict=True)]
-    return Tables(torch.cat(rows), case.seq_lens, indptr_of(counts))
+    return Tables(torch.cat(rows), case.seq_lens, indptr_of(counts, case.seq_lens.device))
 
 
 def peaked(runner, config: DecodeConfig) -> None:
