@@ -64,7 +64,7 @@ def option_bench(problem: bs.Problem, window: float = 0, q_len: int = 1, sinks: 
     wrapper.plan(
         num_qo_heads=problem.q_heads, num_kv_heads=problem.kv_heads, head_dim=problem.head_dim, format=fmt,
         page_size=problem.page, block_table=table, seq_lens=lengths, options=foscar.AttentionOptions(**options),
-        **drafts,
+        has_sinks=sinks, **drafts,
     )  # fmt: skip
     logits = torch.zeros(problem.q_heads, device=problem.device) if sinks else None
     calls = [lambda c=c: wrapper.run(q, c, sinks=logits, out=out) for c in caches]

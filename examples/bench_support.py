@@ -118,6 +118,8 @@ def random_caches(problem: Problem, fmt: foscar.KVFormat, copies: int) -> list[f
             noise = torch.empty_like(scale).normal_(0.0, 0.2, generator=generator)
             pairs[..., 0] = scale
             pairs[..., 1] = mean + noise - scale * (f.max_code / 2)
+            if f.axis == "channel" and (f.group or 0) > problem.page:
+                pairs[:] = pairs[:1].clone()  # the pages of a group hold the same pairs; here all pages do
     return [
         foscar.PagedKVCache(problem.pages, problem.page, problem.kv_heads, problem.head_dim, fmt, data=records)
         for records in data

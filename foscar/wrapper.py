@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from .api import decode_into, is_direct, kernels_for, make_results
@@ -78,6 +80,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         options: AttentionOptions | None = None,
         q_indptr: torch.Tensor | None = None,
         max_q_len: int = DEFAULT_Q_LEN,
+        has_sinks: bool = False,
         lse_base: int | str = 2,
         backend: str = "auto",
         tile: TileConfig | None = None,
@@ -94,6 +97,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             block_table, seq_lens: see :func:`foscar.decode_attention`.
             sm_scale, options, q_indptr, max_q_len, lse_base, backend, tile: see :func:`foscar.decode_attention`.
                 Sinks, which differ from layer to layer, are given to :meth:`run`.
+            has_sinks: whether ``run`` will get them: compile and load that kernel now, instead of on first use.
 
         No host synchronization.  Raises as :func:`foscar.decode_attention`.
         """
@@ -128,7 +132,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         require(q_indptr is None or q_indptr.is_contiguous(), "plan keeps q_indptr: it must be contiguous")
         if device.type == "cuda" and backend != "torch":
             probe = PagedKVCache(0, page_size, num_kv_heads, head_dim, layout.format, device)
-            kernels = kernels_for(backend, probe, batch, num_qo_heads, q_data_type, tile, variant)
+            sinks = torch.empty(num_qo_heads, device=device) if has_sinks else None
+            planned = dataclasses.replace(variant, sinks=sinks)
+            kernels = kernels_for(backend, probe, batch, num_qo_heads, q_data_type, tile, planned)
             if kernels is not None:
                 self._workspace(kernels, num_qo_heads // num_kv_heads)
         self._tables = self._in_place(tables)

@@ -119,7 +119,7 @@ def test_operands_swizzled_in_shared_memory():
 def test_the_compile_key_covers_all_device_code():
     files = source_files(("foscar.blackwell.build",))
     device_code = {p.stem for p in (sources.ROOT / "blackwell").glob("*.py")} - {"__init__", "decode"}
-    shared = {"hopper.load", "hopper.schedule", "hopper.softmax", "hopper.store", "common.device", "common.fold"}
+    shared = {"hopper.load", "common.schedule", "hopper.softmax", "hopper.store", "common.device", "common.fold"}
     assert {*(f"foscar.blackwell.{name}" for name in device_code), *(f"foscar.{name}" for name in shared)} <= {*files}
 
 

@@ -16,7 +16,7 @@ import torch
 from . import jit
 from .append_config import BUILDER, CHANNELS, DTYPES, MAX_HEADS, NAME, PARAMETERS, AppendConfig, per_token
 from .errors import CompileError, MissingDependencyError, UnsupportedDeviceError
-from .launch import device_arch, load_kernel
+from .launch import current_stream, device_arch, load_kernel
 
 log = logging.getLogger("foscar")
 _NAMES = {getattr(torch, name): name for name in DTYPES}
@@ -85,7 +85,7 @@ class AppendKernel:
         """Launch on the device's current stream; ``k`` has rows."""
         values, grid = launch_values(self.config, cache, k, v, block_table, seq_lens, indptr)
         numbers = [x if isinstance(x, int) else x.data_ptr() for x in map(values.__getitem__, PARAMETERS)]
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        stream = current_stream(self.device)
         with self._lock:
             self._launch.update(numbers)
             self._launch(grid, stream)

@@ -53,6 +53,16 @@ def device_arch(device: Any = None) -> str:
     return arch_of(*torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
 
 
+def current_stream(device: Any) -> int:
+    """The handle of a ``torch.device``'s current stream; by the call of torch's compiler, where this torch has it."""
+    import torch
+
+    quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if quick is None or device.index is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return quick(device.index)
+
+
 def _struct_format(params: Sequence[Param]) -> str:
     """The parameter space for :mod:`struct`: signed integers, holes as padding."""
     text, end = "<", 0
@@ -221,6 +231,7 @@ class PreparedLaunch:
         self._success = cu.CUresult.CUDA_SUCCESS
         self._get_context = cu.cuCtxGetCurrent
         self._config = self._pdl_config() if pdl else None
+        self._last: tuple[int, int, int, int] | None = None  # grid and stream that the config holds
 
     def _pdl_config(self) -> Any:
         cu, a = self.kernel._cu, self.kernel.artifact
@@ -260,7 +271,9 @@ class PreparedLaunch:
             return kernel._cu.cuLaunchKernel(
                 kernel.function, x, y, z, *a.block, a.smem, stream, self.buffer.address, 0
             )[0]
-        config.gridDimX, config.gridDimY, config.gridDimZ, config.hStream = x, y, z, stream
+        if self._last != (x, y, z, stream):  # every assignment converts: a few microseconds
+            config.gridDimX, config.gridDimY, config.gridDimZ, config.hStream = x, y, z, stream
+            self._last = (x, y, z, stream)
         return kernel._cu.cuLaunchKernelEx(config, kernel.function, self.buffer.address, 0)[0]
 
 

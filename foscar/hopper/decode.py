@@ -12,7 +12,7 @@ import torch
 
 from ..common import jit
 from ..common.cache import PagedKVCache
-from ..common.launch import load_kernel
+from ..common.launch import current_stream, load_kernel
 from ..common.options import FLOAT32_MAX, AttentionOptions, Variant
 from ..common.plan import MAX_ROWS, WIDE_CAP, CombineConfig, KernelOptions, Workspace, combine_grid
 from . import arguments
@@ -160,7 +160,7 @@ class Bound:
     ) -> None:
         """Launch on the device's current stream; ``data`` is the cache's storage."""
         addresses = [0 if x is None else x.data_ptr() for x in (q, data, out, lse, sinks)]
-        stream = torch.cuda.current_stream(self._owner.device).cuda_stream
+        stream = current_stream(self._owner.device)
         with self._owner.lock:
             for launch, grid, numbers, places in self._launches:
                 for place, i in places:

@@ -12,8 +12,8 @@ import math
 import torch
 
 from foscar.common.cache import PagedKVCache
-from foscar.common.pack import pack_record
-from foscar.common.quantize import Quantized, param_dtype
+from foscar.common.pack import pack_record, record_tables
+from foscar.common.quantize import Quantized, dequantize, param_dtype
 from foscar.common.reference import attention_bf16, attention_reference, relative_error
 from foscar.hopper.config import TILE_TOKENS, DecodeConfig
 from foscar.hopper.decode import Tables
@@ -68,11 +68,23 @@ def assert_contract(out, lse, case: Case, *, sm_scale: float | None = None, lse_
 
 
 def largest_logit(case: Case, b: int, sm_scale: float | None = None) -> float:
-    """In base 2, at least 1."""
-    k, _ = case.cache.dequantize_request(case.block_table[b], int(case.seq_lens[b]), torch.float32)
-    q = case.q[b].float().unflatten(0, (case.cache.num_kv_heads, -1))
-    scale = 1 / math.sqrt(case.cache.head_dim) if sm_scale is None else sm_scale
-    return max(1.0, (torch.einsum("hgc,nhc->hgn", q, k).abs().max() * scale / math.log(2.0)).item())
+    """In base 2, at least 1.
+
+    With K per channel also of what the kernel multiplies in integers, the logit without the constant that K's bias
+    adds: Q times the scales is rounded in proportion to that.
+    """
+    cache, length = case.cache, int(case.seq_lens[b])
+    k, _ = cache.dequantize_request(case.block_table[b], length, torch.float32)
+    parts = [k]
+    if cache.format.k.axis == "channel":
+        (x,) = cache.read_tokens(case.block_table[b], 0, length, "k")
+        bare = Quantized(x.codes, x.scale, torch.zeros_like(x.bias))
+        group = record_tables(cache.layout, cache.device).k.group
+        parts.append(dequantize(bare, cache.format.k, group=group, dtype=torch.float32)[..., : k.shape[-1]])
+    q = case.q[b].float().unflatten(0, (cache.num_kv_heads, -1))
+    scale = 1 / math.sqrt(cache.head_dim) if sm_scale is None else sm_scale
+    largest = max(torch.einsum("hgc,nhc->hgn", q, part).abs().max().item() for part in parts)
+    return max(1.0, largest * scale / math.log(2.0))
 
 
 def decode(runner, config: DecodeConfig, case: Case, **options):

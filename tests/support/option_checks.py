@@ -137,7 +137,7 @@ def call(x: OptionCase, *, wrapper: str | None = None, out=None, lse=None, lse_b
     cache = case.cache
     shape = {"num_qo_heads": case.q.shape[1], "num_kv_heads": cache.num_kv_heads, "head_dim": cache.head_dim,
              "page_size": cache.page_size, "format": cache.format, "q_data_type": case.q.dtype}  # fmt: skip
-    planned = foscar.BatchDecodeWithPagedKVCacheWrapper()
+    planned, shared = foscar.BatchDecodeWithPagedKVCacheWrapper(), shared | {"has_sinks": x.sinks is not None}
     if wrapper == "dense":
         planned.plan(block_table=case.block_table, seq_lens=case.seq_lens, **shape, **shared)
     else:
