@@ -581,6 +581,16 @@ def test_what_has_no_kernel_is_refused_on_a_gpu(kernels, options, tile, error, m
     assert_contract(out, lse, case)
 
 
+def test_a_window_over_channels_is_refused_on_a_gpu(kernels):
+    """Public report 29: one clear line; the torch backend takes it."""
+    case = make_case([50], page_size=16, fmt=KVFormat.make(2, k_axis="channel"))
+    window = foscar.AttentionOptions(window=20)
+    refuse(FormatError, "takes a window with K per token in one group and V per token, not with k2cv2; backend='torch'",
+           decode_attention, case.q, *case.tables, options=window)  # fmt: skip
+    assert not kernels
+    assert decode_attention(case.q, *case.tables, options=window, backend="torch").isfinite().all()
+
+
 def test_other_gpus_are_refused(monkeypatch):
     """Public report 31: no silent fallback, and the line names what is supported."""
     case = make_case([20], page_size=16)

@@ -97,6 +97,7 @@ def finish(child):
 
 @needs_dsl
 def test_eight_processes_compile_once(fresh):
+    """Public report 23."""
     go = fresh / "go"
     ready = [fresh / f"ready{i}" for i in range(8)]
     children = [start_child(r, go) for r in ready]
@@ -113,6 +114,7 @@ def test_eight_processes_compile_once(fresh):
 
 @needs_dsl
 def test_a_second_process_neither_compiles_nor_imports_the_dsl(fresh):
+    """Public report 24."""
     digest = get().cubin_sha256
     assert finish(start_child()) == [digest, "False"]
     assert compiles(fresh) == 1

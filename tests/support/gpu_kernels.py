@@ -104,6 +104,7 @@ OPTIONS = (
     *(_config(4, 4, 128, 64, 16, FP16, options=o) for o in ("rows", ALL)),
     _config(2, 4, 128, 128, 8, BF16, options="window,rows"),
     _config(2, 2, 64, 16, 12, BF16, options="rows"),
+    _config(4, 4, 256, 32, 4, BF16, options="window"),
 )
 
 

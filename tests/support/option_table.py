@@ -9,6 +9,7 @@ from foscar import AttentionOptions, KVFormat
 INT2 = {"fmt": KVFormat.int2(), "page_size": 16, "head_dim": 64, "group_heads": 3}
 INT4 = {"fmt": KVFormat.int4(), "page_size": 32, "head_dim": 64, "group_heads": 4, "dtype": torch.float16}
 WIDE = {"fmt": KVFormat.int4(), "page_size": 64, "head_dim": 128, "group_heads": 2, "dtype": torch.float16}
+D256 = {"fmt": KVFormat.int4(), "page_size": 32, "head_dim": 256, "group_heads": 2, "kv_heads": 1}
 MIXED = {"fmt": KVFormat.make(2, 4), "page_size": 128, "head_dim": 128, "group_heads": 4}
 ALL = AttentionOptions(window=30, soft_cap=4.0, out_scale=0.5)
 # Empty, one token, ends of tiles; windows of 40 that begin at a tile, a page and within one.
@@ -24,6 +25,8 @@ CASES = {
     "window 1": (INT2, SINGLE, None, {"options": AttentionOptions(window=1)}, {}),
     "window wide": (INT2, SINGLE, None, {"options": AttentionOptions(window=2**31 - 1)}, {}),
     "window int4": (INT4, SINGLE, None, {"options": AttentionOptions(window=129)}, {}),
+    # Public report 29.
+    "window 1024 of 256 channels": (D256, [1300, 40], None, {"options": AttentionOptions(window=1024)}, {}),
     "soft-cap int2": (INT2, SINGLE, None, {"options": AttentionOptions(soft_cap=3.0)}, {}),
     "soft-cap int4": (INT4, SINGLE, None, {"options": AttentionOptions(soft_cap=30.0), "sm_scale": 0.5}, {}),
     "soft-cap wide": (INT2 | {"dtype": torch.float16}, SINGLE, None, {"options": AttentionOptions(soft_cap=2e4)}, {}),
