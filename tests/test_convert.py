@@ -306,3 +306,22 @@ def test_dense_errors():
         from_quantized(Dense(codes, pair, pair), Dense(codes, pair, pair), [2, 3], KVFormat.int2())
     with pytest.raises(ValueError, match=r"V: scale must be \[4, 1, 1\], not \[3, 1, 1\]"):
         from_quantized(Dense(codes, pair, pair), Dense(codes, pair[:3], pair), [4], KVFormat.int2())
+
+
+@pytest.mark.parametrize(
+    "code, dtype, match",
+    [
+        (4, torch.uint8, "a code is 4; 2 bits hold 0 .. 3"),
+        (1, torch.int64, "codes must be torch.uint8, not torch.int64"),
+    ],
+)
+def test_codes_that_the_format_does_not_hold(code, dtype, match):
+    """A code of too many bits would end up in the channels beside it."""
+    from foscar.convert import Dense, from_quantized
+
+    codes = torch.zeros(16, 1, 64, dtype=torch.uint8)
+    x = Dense(codes, torch.ones(16, 1, 1), torch.zeros(16, 1, 1))
+    bad = codes.to(dtype)
+    bad[3, 0, 5] = code
+    with pytest.raises(ValueError, match=match):
+        from_quantized(Dense(bad, x.scale, x.bias), x, [16], KVFormat.int2(), 16)

@@ -252,7 +252,9 @@ class WindowedKVCache:
 
         The new request's length, at most the source's now, says how many.  Its block table starts as the source's:
         pages wholly below the length (see the class) can be shared, a page that both will write to must be copied
-        first.  Tokens that the source has already quantized stay quantized.
+        first.  Per channel that goes for every page of a token group that the length cuts: the group's parameters lie
+        in all of its pages and may change with its later tokens.  Tokens that the source has already quantized stay
+        quantized.
         """
         for name, slot in (("source", source), ("target", target)):
             if not 0 <= check_whole(name, slot) < self.max_batch:

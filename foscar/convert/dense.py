@@ -62,8 +62,8 @@ def from_quantized(k: Dense, v: Dense, lengths: list[int], format: KVFormat, pag
 
     Raises:
         FormatError: a group or page size that the cache does not take.
-        ValueError: shapes that do not fit each other, or parameters that are negative scales, NaN, or overflow the
-            cache's type.
+        ValueError: codes that are not uint8 or too large, shapes that do not fit each other, or parameters that are
+            negative scales, NaN, or overflow the cache's type.
     """
     tokens, heads, head_dim = k.codes.shape
     if tokens != sum(lengths) or v.codes.shape != k.codes.shape:
@@ -97,6 +97,10 @@ class _Side:
     @classmethod
     def make(cls, name: str, x: Dense, f: TensorFormat, group: int, dtype: torch.dtype, lengths: list[int]) -> _Side:
         heads, head_dim = x.codes.shape[1:]
+        if x.codes.dtype != torch.uint8:
+            raise ValueError(f"{name}: codes must be torch.uint8, not {x.codes.dtype}")
+        if x.codes.numel() and int(x.codes.max()) > f.max_code:
+            raise ValueError(f"{name}: a code is {int(x.codes.max())}; {f.bits} bits hold 0 .. {f.max_code}")
         counts = lengths if f.axis == "token" else [-(-n // group) for n in lengths]
         want = (sum(counts), heads, -(-head_dim // group) if f.axis == "token" else head_dim)
         for what, p in (("scale", x.scale), ("bias", x.bias)):
