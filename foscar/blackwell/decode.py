@@ -6,13 +6,11 @@ No such GPU has run the kernel yet, so the first use warns.
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 
 import torch
 
-from ..common import jit
-from ..common.launch import device_arch, load_kernel
+from ..common.launch import device_arch
 from ..common.plan import CombineConfig
 from ..hopper import arguments
 from ..hopper.decode import HopperDecode
@@ -33,15 +31,11 @@ def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConf
 class BlackwellDecode(HopperDecode):
     """Both kernels of a config on one device, ready to launch; thread-safe."""
 
+    kernels = staticmethod(kernels)
+
     def __init__(self, config: DecodeConfig, device: torch.device, arch: str):
         assert arch in ARCHS
-        self.config, self.device = config, device
-        self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
-        self.launches = []
-        for name, part, builder, parameters in kernels(config):
-            loaded = load_kernel(jit.load_or_compile(name, part, arch, builder), device.index)
-            self.launches.append((loaded.prepare([0] * len(parameters), pdl=True), list(parameters)))
-        self.lock = threading.Lock()
+        super().__init__(config, device, arch)
 
 
 @functools.cache

@@ -172,12 +172,14 @@ class Bound:
 class HopperDecode:
     """Both kernels of a config on one device, ready to launch; thread-safe."""
 
-    def __init__(self, config: DecodeConfig, device: torch.device):
+    kernels = staticmethod(kernels)
+
+    def __init__(self, config: DecodeConfig, device: torch.device, arch: str = ARCH):
         self.config, self.device = config, device
         self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
         self.launches = []
-        for name, part, builder, parameters in kernels(config):
-            loaded = load_kernel(jit.load_or_compile(name, part, ARCH, builder), device.index)
+        for name, part, builder, parameters in self.kernels(config):
+            loaded = load_kernel(jit.load_or_compile(name, part, arch, builder), device.index)
             self.launches.append((loaded.prepare([0] * len(parameters), pdl=True), list(parameters)))
         self.lock = threading.Lock()  # the launches' parameter buffers are shared
 

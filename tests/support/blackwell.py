@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from types import SimpleNamespace
 from unittest import mock
-
-import torch
 
 from foscar import api
 from foscar.blackwell import decode as decode_module
@@ -14,7 +10,7 @@ from foscar.blackwell.config import DecodeConfig, TileConfig
 from foscar.common.formats import KVFormat
 
 from . import gpu_kernels
-from .runners import EmulatedDecode, EmulatedLaunch, EmulatorRunner, call
+from .runners import EmulatedDecode, EmulatorRunner, call
 
 
 def config(k_bits, v_bits, head_dim, page_size, heads, q_dtype, params="float16", **tile) -> DecodeConfig:
@@ -40,21 +36,6 @@ def name_of(c: DecodeConfig) -> str:
 class EmulatedBlackwell(EmulatedDecode, decode_module.BlackwellDecode):
     """The host side of a decode as it is, on CPU tensors."""
 
-    def __init__(self, config: DecodeConfig, ctas: int, options: dict, arch: str, mutate=None):
-        self.options = options
-        gpu = SimpleNamespace(multi_processor_count=ctas)
-
-        def load_kernel(artifact, index):
-            if mutate and artifact.name == "blackwell_decode":
-                artifact = dataclasses.replace(artifact, ptx=mutate(artifact.ptx))
-            return SimpleNamespace(prepare=lambda values, pdl: EmulatedLaunch(artifact, self))
-
-        with (
-            mock.patch.object(decode_module, "load_kernel", load_kernel),
-            mock.patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
-        ):
-            decode_module.BlackwellDecode.__init__(self, config, torch.device("cpu"), arch)
-
 
 class BlackwellRunner(EmulatorRunner):
     """The public API as on a GPU of ``arch``, the kernels' PTX run in the emulator."""
@@ -65,7 +46,7 @@ class BlackwellRunner(EmulatorRunner):
 
     def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
         def decoder(config, index):
-            return EmulatedBlackwell(config, self.ctas, self.options, self.arch, self.mutate)
+            return EmulatedBlackwell(config, self.ctas, self.options, self.mutate, self.arch)
 
         with (
             mock.patch.object(api, "device_arch", lambda device: self.arch),

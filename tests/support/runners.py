@@ -132,12 +132,13 @@ class EmulatedLaunch:
 class EmulatedDecode(HopperDecode):
     """The host side of a decode as it is, on CPU tensors; its workspace is poisoned before every call."""
 
-    def __init__(self, config, ctas: int, options: dict, mutate: Callable[[str], str] | None):
+    def __init__(self, config, ctas: int, options: dict, mutate: Callable[[str], str] | None, arch: str = ARCH):
         self.options = options
+        decode_name = self.kernels(config)[0][0]
         gpu = SimpleNamespace(multi_processor_count=ctas)
 
         def load_kernel(artifact, index):
-            if mutate and artifact.name == "hopper_decode":
+            if mutate and artifact.name == decode_name:
                 artifact = dataclasses.replace(artifact, ptx=mutate(artifact.ptx))
             return SimpleNamespace(prepare=lambda values, pdl: EmulatedLaunch(artifact, self))
 
@@ -145,7 +146,7 @@ class EmulatedDecode(HopperDecode):
             mock.patch.object(decode_module, "load_kernel", load_kernel),
             mock.patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
         ):
-            super().__init__(config, torch.device("cpu"))
+            super().__init__(config, torch.device("cpu"), arch)
 
     def __call__(self, q, cache, tables, out, lse, buffers, *rest) -> None:
         from ptx_emulator import Memory
