@@ -153,11 +153,16 @@ def _exponents(x: np.ndarray, lowest: int) -> np.ndarray:
 
 def multiply_float(a, b, c, kinds: tuple[str, str], adder: Adder) -> np.ndarray:
     """a [M, K] times b [N, K] transposed plus c (float64 values), as the tensor cores add: float32 result."""
+    return multiply_lowest(a, b, c, tuple(LOWEST_EXPONENT[kind] for kind in kinds), adder)
+
+
+def multiply_lowest(a, b, c, lowest: tuple, adder: Adder) -> np.ndarray:
+    """:func:`multiply_float` with the exponents of the operands' lowest normal numbers (a number or an array each)."""
     products = a[:, None, :] * b[None, :, :]
     if not np.isfinite(products).all() or (c is not None and not np.isfinite(c).all()):
         total = products.sum(-1) + (0 if c is None else c)
         return total.astype(np.float32)
-    exponents = _exponents(a, LOWEST_EXPONENT[kinds[0]])[:, None] + _exponents(b, LOWEST_EXPONENT[kinds[1]])[None]
+    exponents = _exponents(a, lowest[0])[:, None] + _exponents(b, lowest[1])[None]
     largest = exponents.max(-1)
     if c is not None:
         largest = np.maximum(largest, _exponents(c, -126))

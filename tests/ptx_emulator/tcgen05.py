@@ -4,12 +4,12 @@ mma, cp and commit share one queue and complete in the order issued; commit arri
 ld and st are asynchronous too: a loaded register may not be touched before wait::ld, stored data appears at wait::st at
 the latest. Sums keep 25 bits like Hopper's 16-bit ones (nothing else is measured); shapes and forms whose layout is not
 known for certain are refused. Of the forms implemented, 4-bit A in tensor memory (an element in bits 2..5 of each byte)
-is from the manual's figure alone, never compared with anything.
+is from the manual's figure alone, never compared with anything, and so is what tensor_scaled.py reads.
 """
 
 from __future__ import annotations
 
-from . import tensor_core, tensor_ldst
+from . import tensor_core, tensor_ldst, tensor_scaled
 from .decode import Builder, Mods, opcode
 from .syncops import shared_address
 from .tensor_operands import group_of_one, whole_warp
@@ -25,7 +25,7 @@ def _tcgen05(b: Builder, m: Mods):
         "ld": tensor_ldst.load,
         "st": tensor_ldst.store,
         "cp": tensor_core.copy,
-        "mma": tensor_core.multiply,
+        "mma": _multiply,
         "commit": tensor_core.commit,
         "wait::ld": tensor_ldst.wait,
         "wait::st": tensor_ldst.wait,
@@ -34,6 +34,10 @@ def _tcgen05(b: Builder, m: Mods):
     }
     kind = m.one_of(*forms, required=True)
     forms[kind](b, m, kind)
+
+
+def _multiply(b: Builder, m: Mods, kind: str) -> None:
+    (tensor_scaled.multiply if m.flag("block_scale") else tensor_core.multiply)(b, m, kind)
 
 
 def _alloc(b: Builder, m: Mods, kind: str) -> None:
