@@ -50,12 +50,12 @@ _ROOTS = {
     "mufu": "MUFU",
     "lds": "LDS LDSM",
     "sts": "STS STSM",
-    "tensor": "LDTM STTM UTCQMMA UTCBAR",
+    "tensor": "LDTM STTM UTCQMMA UTCOMMA UTCBAR",
     "sync": "BAR SYNCS WARPSYNC FENCE MEMBAR BSSY BSYNC DEPBAR ERRBAR ELECT NANOSLEEP YIELD BRA",
 }
 _CLASS_OF = {root: name for name, roots in _ROOTS.items() for root in roots.split()}
 _MASK = re.compile(
-    r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x(3030303|c0c0c0c|f0f0f0f), RZ, 0xc0|SHF\.R\.U32\.HI R\d+, RZ, 0x4, "
+    r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x(3030303|c0c0c0c|f0f0f0f|33333333), RZ, 0xc0|SHF\.R\.U32\.HI R\d+, RZ, 0x[24], "
 )
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<text>[^;]*);?")
 _LABEL = re.compile(r"^(\.L\w+):")

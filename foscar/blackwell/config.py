@@ -20,6 +20,7 @@ STATIC_BYTES = 1024 + 1024  # left to alignment and barriers
 TENSOR_COLUMNS = 512
 BUFFERS = 2  # of Q^T, P^T, accumulators and sums
 CODE_BUFFERS = 4  # of unpacked codes: the unpack warps run that many tiles ahead of the products with V
+DIGIT_STEPS = 3  # operands of Q where K's codes are 4-bit operands: digits.py
 
 # Warps of a CTA, in order; groups of four begin at a multiple of four, because a warp reaches the 32 lanes of tensor
 # memory that its number modulo four says.
@@ -105,8 +106,13 @@ class DecodeConfig:
         return 8 << (self.heads_per_thread - 1).bit_length()
 
     @property
+    def digit_steps(self) -> int:
+        """Operands of Q: its digits, where K's codes are 4-bit operands (digits.py); 0: K in bytes, Q in e4m3."""
+        return DIGIT_STEPS if self.format.k.bits == 2 else 0
+
+    @property
     def query_bytes(self) -> int:
-        return self.columns * self.head_dim
+        return self.columns * self.head_dim * (self.digit_steps or 2) // 2
 
     @property
     def prob_bytes(self) -> int:

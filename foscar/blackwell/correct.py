@@ -25,7 +25,7 @@ def joined(address, op) -> Float32:
 
 @cute.jit
 def add_tile(m: cute.Tensor, o: cute.Tensor, top: list, d: list, cfg: cutlass.Constexpr) -> None:
-    """O += the tile's product with the weight 2^(tile maximum - new maximum); ``d[half][4 j + 2 rh + term]``.
+    """O += the tile's product with the weight 2^(tile maximum - new maximum); ``d[half][4 j + 2 term + rh]``.
 
     ``o[j * blocks + r]``: head ``lane % 4 + 4 j``, row block ``r``.
     """
@@ -36,7 +36,8 @@ def add_tile(m: cute.Tensor, o: cute.Tensor, top: list, d: list, cfg: cutlass.Co
         m[j] = new_m
         for half in cutlass.range_constexpr(cfg.head_dim // 64):
             terms = [x.bitcast(Float32) for x in d[half][4 * j : 4 * j + 4]]
-            product = packed.Pair(terms[0] + terms[1], terms[2] + terms[3])
+            first, second = packed.pairs(terms)
+            product = first + second
             at = (j * cfg.head_dim // 64 + half) * 2
             here = packed.Pair(o[at], o[at + 1]) * packed.same(old)
             here = packed.fma(product, packed.same(new), here)

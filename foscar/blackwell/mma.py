@@ -12,11 +12,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..common import device, schedule
-from . import pipeline, smem, tcgen05
+from . import digits, pipeline, smem, tcgen05
 from .config import BUFFERS, CODE_BUFFERS, TILE_TOKENS, DecodeConfig
 from .tmem import TensorLedger
 
-STEP = 32  # elements of the contraction index, and bytes of an operand, of one instruction
+STEP = 32  # bytes of an operand's row of one instruction: 32 elements in e4m3, 64 in e2m1
 ROLE = "mma"
 
 
@@ -29,6 +29,21 @@ def _products(d, a, b, row_bytes: int, cfg: DecodeConfig) -> None:
         tcgen05.multiply(d, a + STEP // 4 * step, descriptor, row_bytes, instruction, step > 0)
 
 
+def _scores_of(d, a, b, tensor, cfg: DecodeConfig) -> None:
+    """All steps of K Q^T, by one thread; ``tensor``: of tensor memory, ``b``: of Q's operands."""
+    if not cfg.digit_steps:
+        _products(d, a, b, cfg.head_dim, cfg)
+        return
+    instruction, row_bytes = tcgen05.digit_descriptor(TILE_TOKENS, cfg.columns), cfg.head_dim // 2
+    scales = [tensor + TensorLedger(cfg).column("scale", step) for step in range(cfg.digit_steps)]
+    for digit in reversed(range(cfg.digit_steps)):  # the small products first
+        first = tcgen05.operand_descriptor(b + digit * digits.operand_bytes(cfg))
+        for step in range(row_bytes // STEP):
+            accumulate = digit < cfg.digit_steps - 1 or step > 0
+            descriptor, both = first + (STEP * step >> 4), (scales[0], scales[digit])
+            tcgen05.multiply(d, a + STEP // 4 * step, descriptor, row_bytes, instruction, accumulate, both)
+
+
 @cute.jit
 def _scores(shared, tensor: Int32, codes: cutlass.Constexpr, phase: Int32, item: Int32, cfg: cutlass.Constexpr) -> None:
     """``codes``: the tile's buffer of codes, in its ``phase``."""
@@ -36,7 +51,7 @@ def _scores(shared, tensor: Int32, codes: cutlass.Constexpr, phase: Int32, item:
     pipeline.wait(barriers, "codes_full", ROLE, codes, phase)
     tcgen05.fence_after()
     d, a = tensor + ledger.column("s", buffer), tensor + ledger.column("k", codes)
-    _products(d, a, shared.query + (item & 1) * cfg.query_bytes, cfg.head_dim, cfg)
+    _scores_of(d, a, shared.query + (item & 1) * cfg.query_bytes, tensor, cfg)
     tcgen05.commit(pipeline.source(barriers, "s_full", ROLE, buffer))
 
 

@@ -33,9 +33,10 @@ def same(x) -> Pair:
     return Pair(x, x)
 
 
-def pairs(tensor: cute.Tensor) -> list[Pair]:
-    """Neighbours of a register tensor."""
-    return [Pair(tensor[i], tensor[i + 1]) for i in range(0, cute.size(tensor), 2)]
+def pairs(values) -> list[Pair]:
+    """Neighbours of a register tensor or list."""
+    count = len(values) if isinstance(values, list) else cute.size(values)
+    return [Pair(values[i], values[i + 1]) for i in range(0, count, 2)]
 
 
 def fma(a: Pair, b: Pair, c: Pair) -> Pair:

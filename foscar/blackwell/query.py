@@ -1,12 +1,14 @@
-"""Q of one item: rounded to two e4m3 terms per element, stored as the B operand of Q K^T.
+"""Q of one item: rounded to two terms per element, stored as the B operands of Q K^T.
 
-With a power of two ``r`` per head (the largest element lands in [2^7, 2^8)) and the codes' position factor ``f``
-(unpack.py leaves a code multiplied by 1 or 4): ``q r / f ~ hi + lo``, ``lo`` the rounded remainder.  The 8 significant
-bits of a bfloat16 query are exact down to 2^-9 of the largest element; otherwise the error is at most 2^-9 of the
-element and 2^-17 of the largest.  What the softmax needs is left in shared memory, two float32 per head, in the units
-of the raw product ``s = sum (hi + lo) f 2^-9 code`` (a code's byte is the e4m3 number 2^-9 code):
+Against codes in bytes the terms are e4m3, with a power of two ``r`` per head that takes the largest element to
+[2^7, 2^8): ``q r ~ hi + lo``, ``lo`` the rounded remainder.  The 8 significant bits of a bfloat16 query are exact down to
+2^-9 of the largest element; otherwise the error is at most 2^-9 of the element and 2^-17 of the largest.  Against codes
+in e2m1 they are the digits of an integer (digits.py): the error is at most 2^-17 of the largest element.
 
-- ``factor`` turns a folded ``s`` into a logit in base 2: ``sm_scale log2(e) 2^9 / r``;
+What the softmax needs is left in shared memory, two float32 per head, in the units of the raw product
+``s = 2^-UNIT sum (q r) code``, UNIT 9 (a code's byte is the e4m3 number 2^-9 code) or digits.UNIT:
+
+- ``factor`` turns a folded ``s`` into a logit in base 2: ``sm_scale log2(e) 2^UNIT / r``;
 - ``q_sum``, the sum of the rounded Q in the units of ``s``, is what a bias of K multiplies (fold.k_token_score).
 """
 
@@ -18,51 +20,73 @@ from cutlass import Float32, Int32, Uint16, Uint32
 
 from ..common import device, rows, schedule
 from ..hopper import query as hopper_query
-from . import lowfloat, pipeline, smem
-from .config import ROLES
+from . import digits, lowfloat, pipeline, smem, tcgen05
+from .config import ROLES, DecodeConfig
 from .tcgen05 import operand_byte
 from .walk import next_item
 
-TOP_EXPONENT = 7  # of the largest scaled element; e4m3 ends at 448
+TOP_EXPONENT = 7  # of the largest scaled element in e4m3, which ends at 448
 WARPS = ROLES["query"]
+LANES = (1, 2, 4, 8, 16)
 
 
-def _power_of_two(top) -> tuple[Float32, Float32]:
-    """``r = 2^(TOP_EXPONENT - floor(log2 top))`` and ``2^9 / r``, by the exponent bits, kept in a safe range."""
-    exponent = Uint32(cutlass.min(cutlass.max(Int32(top.bitcast(Uint32) >> 23), Int32(7)), Int32(251)))
-    up = (Uint32(2 * 127 + TOP_EXPONENT) - exponent) << 23
-    down = (exponent + Uint32(lowfloat.CODE_SHIFT - TOP_EXPONENT)) << 23
+def _power_of_two(top, cfg: DecodeConfig) -> tuple[Float32, Float32]:
+    """``r``, by which the largest element gets its exponent, and ``2^UNIT / r``, by the exponent bits in a safe range."""
+    largest, unit = (digits.TOP_EXPONENT, digits.UNIT) if cfg.digit_steps else (TOP_EXPONENT, lowfloat.CODE_SHIFT)
+    exponent = Uint32(cutlass.min(cutlass.max(Int32(top.bitcast(Uint32) >> 23), Int32(largest)), Int32(251)))
+    up = (Uint32(2 * 127 + largest) - exponent) << 23
+    down = (exponent + Uint32(unit - largest)) << 23
     return up.bitcast(Float32), down.bitcast(Float32)
+
+
+def _store_terms(values: list, index, lane, room, cfg: DecodeConfig) -> Float32:
+    """A head's e4m3 terms to their rows; returns the sum of this lane's rounded values."""
+    high, low = lowfloat.split(values)
+    for term, word in enumerate((high, low)):
+        row = tcgen05.operand_row(index, term)
+        _store_bytes(room + operand_byte(cfg.head_dim, row, lane * len(values)), word, len(values))
+    rounded = [*lowfloat.values(high)[: len(values)], *lowfloat.values(low)[: len(values)]]
+    return device.tree(device.add, rounded)
+
+
+def _store_digits(values: list, index, lane, room, cfg: DecodeConfig) -> Float32:
+    """A head's digits to their rows of every step; returns the sum of this lane's integers.
+
+    The upper half of the lanes has the codes of the upper halves of the bytes: it takes the second term, the lower
+    half the first.
+    """
+    n = digits.integers(values)
+    first, second = digits.terms(n)
+    upper = lane >= 16
+    row = tcgen05.operand_row(index, cutlass.select_(upper, Int32(1), Int32(0)))
+    at = room + operand_byte(cfg.head_dim // 2, row, lane % 16 * len(values))
+    for step in range(cfg.digit_steps):
+        own = cutlass.select_(upper, second[step], first[step])
+        other = cute.arch.shuffle_sync_bfly(cutlass.select_(upper, first[step], second[step]), offset=16)
+        _store_bytes(at + step * digits.operand_bytes(cfg), digits.halves(own, other, upper), len(values))
+    return Float32(device.tree(device.add, n))
+
+
+def _store_bytes(address, word, count: int) -> None:
+    """The lowest ``count`` (2 or 4) bytes of a word."""
+    if count == 2:
+        half = cute.make_ptr(Uint16, address, cute.AddressSpace.smem, assumed_align=2)
+        cute.make_tensor(half, cute.make_layout(1))[0] = Uint16(word)
+    else:
+        device.store_shared(address, [word])
 
 
 @cute.jit
 def _terms(pairs: cute.Tensor, index: Int32, lane: Int32, args, room: Int32, factors: Int32,
            cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """Round one head by one warp and store both terms and the two numbers."""
+    """Round one head by one warp and store its terms and the two numbers."""
     per_lane = cfg.head_dim // 32
-    lanes = (1, 2, 4, 8, 16)
     x = [v for i in range(per_lane // 2) for v in device.unpack_halves(pairs[i], cfg.q_dtype)]
-    top = device.butterfly(device.max_nan, device.tree(device.max_nan, [device.absolute(v) for v in x]), lanes)
-    up, down = _power_of_two(top)
-    # K's position p = channel // row_bytes is unpacked times 4^(p % 2) where a byte holds four codes.
-    odd = Int32(0)
-    if cutlass.const_expr(cfg.format.k.bits == 2):
-        odd = (lane >> 3) & 1
-    weight = cutlass.select_(odd == 1, Float32(4.0), Float32(1.0))
-    scaled = up * cutlass.select_(odd == 1, Float32(0.25), Float32(1.0))
-    values = [v * scaled for v in x]
-    high, low = lowfloat.split(values)
-    rounded = [*lowfloat.values(high)[:per_lane], *lowfloat.values(low)[:per_lane]]
-    total = device.tree(device.add, rounded)
-    q_sum = device.butterfly(device.add, total * (weight * Float32(2.0**-lowfloat.CODE_SHIFT)), lanes)
-    k = lane * per_lane
-    for term, word in enumerate((high, low)):
-        address = room + operand_byte(cfg.head_dim, 2 * index + term, k)
-        if cutlass.const_expr(per_lane == 2):
-            half = cute.make_ptr(Uint16, address, cute.AddressSpace.smem, assumed_align=2)
-            cute.make_tensor(half, cute.make_layout(1))[0] = Uint16(word)
-        else:
-            device.store_shared(address, [word])
+    top = device.butterfly(device.max_nan, device.tree(device.max_nan, [device.absolute(v) for v in x]), LANES)
+    up, down = _power_of_two(top, cfg)
+    store, unit = (_store_digits, digits.UNIT) if cfg.digit_steps else (_store_terms, lowfloat.CODE_SHIFT)
+    total = store([v * up for v in x], index, lane, room, cfg)
+    q_sum = device.butterfly(device.add, total * Float32(2.0**-unit), LANES)
     if lane == 0:
         # A query with an infinity or a NaN must not become finite: the difference is then NaN.
         factor = args.sm_scale_log2 * down + (top - top)

@@ -1,7 +1,8 @@
 """Shared memory as a ledger: which bytes belong to whom, as byte addresses.
 
 - ``stages`` ring slots of ``stage_bytes``: the pages of one tile, record after record (load, read by unpack, softmax);
-- Q^T, 2 x ``columns x head_dim`` e4m3: column ``2 h + term`` of head ``h`` (query, B operand of Q K^T);
+- Q^T, 2 x ``columns x head_dim`` e4m3, or as many e2m1 for each of three steps (query, B operands of Q K^T; rows:
+  tcgen05.operand_row);
 - P^T, 2 x ``columns x TILE_TOKENS`` e4m3, likewise (softmax, B operand of P V);
 - token parameters, float32 ``[warp][value][32 tokens]`` (within each softmax warp);
 - 2 x float32 ``[head][warp]`` maxima, denominators and offsets (softmax to correct), ``[head]`` query factors,

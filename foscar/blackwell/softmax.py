@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Uint32
 
 from ..common import device, fold, schedule
 from ..hopper import softmax as parts
-from . import lowfloat, packed, pipeline, smem, tcgen05
+from . import digits, lowfloat, packed, pipeline, smem, tcgen05
 from .config import TILE_TOKENS, DecodeConfig
 from .tmem import TensorLedger, lane_address
 from .walk import next_item
@@ -26,14 +26,15 @@ BARRIER = 1  # of the four softmax warps
 
 @cute.jit
 def fold_scores(s: list, params, factor: list, q_sum: list, cfg: cutlass.Constexpr) -> list:
-    """``w[head][pair of tokens]`` from the scores of both halves of the lanes (register ``4 j + 2 rh + term``)."""
+    """``w[head][pair of tokens]`` from the scores of both halves of the lanes (register ``4 j + 2 term + rh``)."""
     k_scale, k_bias, v_log = (packed.pairs(x) for x in (params.k_scale, params.k_bias, params.v_log))
     w = []
     for j in cutlass.range_constexpr(cfg.heads_per_thread):
         row = []
         for i in cutlass.range_constexpr(HALVES):
             terms = [x.bitcast(Float32) for x in s[i][4 * j : 4 * j + 4]]
-            raw = packed.Pair(terms[0] + terms[1], terms[2] + terms[3])
+            first, second = packed.pairs(terms)
+            raw = packed.fma(second, packed.same(Float32(digits.SECOND)), first) if cfg.digit_steps else first + second
             z = fold.k_token_score(raw, packed.same(q_sum[j]), k_scale[i], k_bias[i], fma=packed.fma)
             row.append(packed.fma(z, packed.same(factor[j]), v_log[i]))
         w.append(row)
@@ -43,7 +44,7 @@ def fold_scores(s: list, params, factor: list, q_sum: list, cfg: cutlass.Constex
 def probs_offsets(warp, lane) -> list:
     """Where the thread's four tokens of its first head lie in P^T, per term; the next head is 8 rows on."""
     k = 32 * warp + 4 * (lane // 4)
-    return [tcgen05.operand_byte(TILE_TOKENS, 2 * (lane % 4) + term, k) for term in range(2)]
+    return [tcgen05.operand_byte(TILE_TOKENS, tcgen05.operand_row(lane % 4, term), k) for term in range(2)]
 
 
 @cute.jit

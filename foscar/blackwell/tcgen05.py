@@ -44,11 +44,11 @@ def _loads(addresses, shape, repeat, per_load, *, loc=None, ip=None):
 def load_rows(addresses: list, columns: int) -> list[list[Uint32]]:
     """For each address 16 lanes of ``columns`` (a multiple of 8), waited for: per thread ``columns / 2`` registers.
 
-    Lane ``(g, t)`` of the warp gets in register ``4 j + 2 rh + e`` tensor-memory lane ``g + 8 rh``, column
-    ``8 j + 2 t + e``: the fragment of a wgmma accumulator.
+    Lane ``(g, t)`` of the warp gets in register ``2 j + rh`` tensor-memory lane ``g + 8 rh``, column ``4 j + t``: the
+    same column of two lanes in neighbouring registers, as packed arithmetic wants them.
     """
     n = columns // 2
-    flat = _loads(addresses, "16x256b", columns // 8, n)
+    flat = _loads(addresses, "16x128b", columns // 4, n)
     return [flat[i * n : (i + 1) * n] for i in range(len(addresses))]
 
 
@@ -73,21 +73,24 @@ def fence_after() -> None:
     _effect("tcgen05.fence::after_thread_sync;", "")
 
 
-def multiply(d, a, b, row_bytes: int, instruction: int, accumulate: bool) -> None:
-    """D (+)= A B of one step of 32 in the contraction index, by one thread.
+def multiply(d, a, b, row_bytes: int, instruction: int, accumulate: bool, scales: tuple = ()) -> None:
+    """D (+)= A B of one step of 32 bytes of the contraction index, by one thread.
 
     Args:
         d, a: addresses in tensor memory.
         b: :func:`operand_descriptor` of a B operand with rows of ``row_bytes``.
-        instruction: :func:`instruction_descriptor`.
+        instruction: :func:`instruction_descriptor`, or :func:`digit_descriptor` with ``scales``.
+        scales: addresses of A's and B's scales: e2m1 operands, two elements a byte; without: e4m3.
     """
     # Upper half of the shared-memory descriptor: eight rows are one swizzle atom.
-    upper = 8 * row_bytes >> 4 | 1 << 14 | {128: 2, 64: 4}[row_bytes] << 29
+    upper = 8 * row_bytes >> 4 | 1 << 14 | {128: 2, 64: 4, 32: 6}[row_bytes] << 29
+    kind, where = ("mxf4.block_scale.scale_vec::2X", "[$4], [$5], ") if scales else ("f8f6f4", "")
     text = (
         f"{{ .reg .pred p; .reg .b64 b; mov.b64 b, {{$2, {upper:#x}}}; setp.ne.b32 p, $3, 0; "
-        f"tcgen05.mma.cta_group::1.kind::f8f6f4 [$0], [$1], b, {instruction:#x}, p; }}"
+        f"tcgen05.mma.cta_group::1.kind::{kind} [$0], [$1], b, {instruction:#x}, {where}p; }}"
     )
-    _effect(text, "r,r,r,r", Int32(d), Int32(a), Uint32(b), Int32(int(accumulate)))
+    operands = [Int32(d), Int32(a), Uint32(b), Int32(int(accumulate)), *(Int32(x) for x in scales)]
+    _effect(text, ",".join("r" * len(operands)), *operands)
 
 
 def commit(barrier: cute.Pointer) -> None:
@@ -102,8 +105,20 @@ def instruction_descriptor(m: int, n: int) -> int:
     return 1 << 4 | n >> 3 << 17 | m >> 4 << 24
 
 
+def digit_descriptor(m: int, n: int) -> int:
+    """e2m1 x e2m1 -> float32 with ue8m0 scales, the first of a word (PTX ISA: Instruction descriptor of kind::mxf4)."""
+    assert m == 128 and n % 8 == 0
+    return 1 << 7 | 1 << 10 | n >> 3 << 17 | 1 << 23 | m >> 7 << 27
+
+
+def operand_row(head, term):
+    """Row of a B operand, and column of its accumulator, of one term of a head: what :func:`load_rows` gives a thread
+    of its heads ``lane % 4 + 4 j`` is ``[j][term][rh]``."""
+    return 8 * (head // 4) + 4 * term + head % 4
+
+
 def operand_byte(row_bytes: int, row, k):
-    """Byte of element (row, ``k``) of a B operand of 8-bit elements: rows of 64 or 128 bytes, swizzled as wide."""
+    """Byte ``k`` of a row of a B operand: rows of 32, 64 or 128 bytes, swizzled as wide."""
     at = row * row_bytes
     return at + ((((k // 16) ^ (at >> 7)) & (row_bytes // 16 - 1)) * 16) + k % 16
 

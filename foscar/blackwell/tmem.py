@@ -3,13 +3,14 @@
 ====  ==================  ========  ====================================================================
 room  columns             written   what
 ====  ==================  ========  ====================================================================
-K     head_dim / 4        unpack    e4m3 codes, four channels a column; lane: token (see unpack.py)
+K     head_dim / 4 or / 8 unpack    e4m3 codes, four channels a column, or e2m1, eight; lane: token (unpack.py)
 V     TILE_TOKENS / 4     unpack    e4m3 codes, four tokens a column; lane: channel
-S     columns             mma       float32 scores, lane: token, column ``2 h + term``
-O     columns             mma       float32 products of one tile, lane: channel, column ``2 h + term``
+S     columns             mma       float32 scores, lane: token, column of head and term: tcgen05.operand_row
+O     columns             mma       float32 products of one tile, lane: channel, columns likewise
+scale 4                   unpack    with K in e2m1, once: the scales of one step's operands, all alike (digits.py)
 ====  ==================  ========  ====================================================================
 
-There are CODE_BUFFERS of K and V and BUFFERS of S and O.
+There are CODE_BUFFERS of K and V, BUFFERS of S and O, and a scale room per step of digits.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import BUFFERS, CODE_BUFFERS, TENSOR_COLUMNS, TILE_TOKENS, ConfigError, DecodeConfig
+
+SCALE_COLUMNS = 4  # of the scales of 128 rows: 32 a column
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,15 @@ class TensorLedger:
     def rooms(self) -> dict[str, int]:
         """Columns of one buffer."""
         c = self.cfg
-        return {"k": c.head_dim // 4, "v": TILE_TOKENS // 4, "s": c.columns, "o": c.columns}
+        k = c.head_dim // (8 if c.digit_steps else 4)
+        return {"k": k, "v": TILE_TOKENS // 4, "s": c.columns, "o": c.columns, "scale": SCALE_COLUMNS}
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        return {"k": CODE_BUFFERS, "v": CODE_BUFFERS, "s": BUFFERS, "o": BUFFERS, "scale": self.cfg.digit_steps}
 
     def _size(self, room: str) -> int:
-        return self.rooms[room] * (CODE_BUFFERS if room in ("k", "v") else BUFFERS)
+        return self.rooms[room] * self.buffers[room]
 
     def column(self, room: str, buffer):
         """First column of a buffer (``buffer`` may be a run-time value)."""
@@ -52,8 +60,7 @@ class TensorLedger:
     def check(self) -> None:
         if self.allocated > TENSOR_COLUMNS:
             raise ConfigError(
-                f"tensor memory: {self.rooms}, of k, v {CODE_BUFFERS} and of s, o {BUFFERS}: {self.used} columns of "
-                f"{TENSOR_COLUMNS}"
+                f"tensor memory: {self.rooms} columns, {self.buffers} of them: {self.used} of {TENSOR_COLUMNS}"
             )
 
 

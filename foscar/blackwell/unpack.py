@@ -1,13 +1,14 @@
-"""Codes of a tile from the ring to tensor memory: masks only, five instructions for 16 codes of 2 bits (3 for 8 of 4).
+"""Codes of a tile from the ring to tensor memory: masks only.
 
-A masked byte 0..15 read as e4m3 is the code times 2^-9, exactly.  At 2 bits positions 1 and 3 come out times 4: for K
-the query absorbs it, for V the store takes it out of the channel.
+V and 4-bit K: a masked byte 0..15 read as e4m3 is the code times 2^-9, exactly; five instructions for 16 codes of 2 bits,
+three for 8 of 4.  At 2 bits positions 1 and 3 come out times 4, which the store takes out of the channel.
+2-bit K: a masked nibble read as e2m1 is half the code; three instructions for 16 codes, no factors (digits.py).
 
 Thread ``(w, g, t)`` reads what Hopper's math thread reads (hopper/qk.py, pv.py) and stores it as rows of A, 16 lanes at
 a time (tcgen05.store_rows), so that products come back in the fragments of a wgmma accumulator:
 
 - K: lane ``32 w + 16 i + 8 rh + g`` is token ``32 w + 4 g + 2 i + rh``; byte ``b`` of column ``4 j + t`` is channel
-  ``16 j + 4 t + b``;
+  ``16 j + 4 t + b``, at 2 bits its lower half, the upper one that channel + head_dim / 2;
 - V: lane ``32 w + 8 r + g`` is channel ``32 r + 8 w + g`` (head_dim 64: r < 2, other lanes are never read); byte ``b``
   of column ``4 j + t`` is token ``16 j + 4 t + b``.
 """
@@ -20,9 +21,9 @@ from cutlass import Float32, Int32, Uint32
 
 from ..common import device, schedule
 from ..hopper import pv, qk
-from . import pipeline, tcgen05
+from . import digits, pipeline, tcgen05
 from .config import CODE_BUFFERS, DecodeConfig
-from .tmem import TensorLedger, lane_address
+from .tmem import SCALE_COLUMNS, TensorLedger, lane_address
 
 HALVES = 2  # of a warp's 32 lanes of tensor memory
 
@@ -42,6 +43,13 @@ def position_factors(cfg: DecodeConfig, warp) -> list[Float32]:
     return [Float32(1.0 if c // cfg.layout.v_row_bytes % 2 == 0 else 0.25) for c in rows]
 
 
+def k_operands(word: Uint32, cfg: DecodeConfig) -> list[Uint32]:
+    """A word of packed codes of K as operand words, one per mask."""
+    if not cfg.digit_steps:
+        return positions(word, cfg.format.k.bits)
+    return [word & Uint32(0x33333333), (word >> 2) & Uint32(0x33333333)]
+
+
 @cute.jit
 def load_k(stage: Int32, cfg: cutlass.Constexpr) -> list:
     """All words of K that this thread needs of a tile: ``[half][row][word of the row]``."""
@@ -59,10 +67,19 @@ def load_k(stage: Int32, cfg: cutlass.Constexpr) -> list:
 def store_k(words: list, tensor: Int32, warp: Int32, cfg: cutlass.Constexpr) -> None:
     """To the columns at ``tensor``."""
     for i in cutlass.range_constexpr(HALVES):
-        rows = [[positions(word, cfg.format.k.bits) for word in row] for row in words[i]]
-        count, per_row = 8 // cfg.format.k.bits, len(rows[0])
+        rows = [[k_operands(word, cfg) for word in row] for row in words[i]]
+        count, per_row = len(rows[0][0]), len(rows[0])
         columns = [rows[rh][u][p] for p in range(count) for u in range(per_row) for rh in range(2)]
         tcgen05.store_rows(lane_address(tensor, warp, i), columns)
+
+
+def store_scales(tensor: Int32, warp: Int32, cfg: DecodeConfig) -> None:
+    """The scales of all steps of Q's digits, this warp's lanes; ``tensor``: of tensor memory."""
+    ledger = TensorLedger(cfg)
+    for step in range(cfg.digit_steps):
+        for i in range(HALVES):
+            room = lane_address(tensor + ledger.column("scale", step), warp, i)
+            tcgen05.store_rows(room, [digits.scale_word(step)] * (SCALE_COLUMNS // 2))
 
 
 def _v_codes(word: Uint32, split_mask, cfg: DecodeConfig) -> list[Uint32]:
@@ -92,6 +109,7 @@ def unpack_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cutl
     k_words = shared.ring + qk.thread_offset(cfg, warp, lane)
     v_words = shared.ring + pv.thread_offset(cfg, warp, lane)
     slot, phase = Int32(0), Int32(0)
+    store_scales(tensor, warp, cfg)  # handed over with the first codes
     for turn in cutlass.range((tiles + (CODE_BUFFERS - 1)) // CODE_BUFFERS, unroll=1):
         for codes in cutlass.range_constexpr(CODE_BUFFERS):
             if CODE_BUFFERS * turn + codes < tiles:
