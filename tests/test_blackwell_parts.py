@@ -39,12 +39,14 @@ def test_every_default_config_fits(c):
     assert c.columns % 16 == 0 and c.columns >= 2 * c.heads
     ledger = TensorLedger(c)
     ledger.check()
+    buffers = {"k": CODE_BUFFERS, "v": CODE_BUFFERS, "s": BUFFERS, "o": BUFFERS, "scale": 3 if c.format.k.bits == 2 else 0}
+    assert ledger.buffers == buffers
     assert ledger.allocated in (32, 64, 128, 256, 512)
     taken = [
         range(first, first + columns)
         for room, columns in ledger.rooms.items()
         for first in (
-            ledger.column(room, b) for b in range(CODE_BUFFERS if room in ("k", "v") else BUFFERS)
+            ledger.column(room, b) for b in range(ledger.buffers[room])
         )
     ]  # fmt: skip
     columns = sorted(itertools.chain(*taken))
@@ -102,9 +104,9 @@ def test_operands_swizzled_in_shared_memory():
     """Every byte once, and where the emulator's descriptor reads it."""
     from ptx_emulator.matrix import Descriptor, element_addresses
 
-    from foscar.blackwell.tcgen05 import instruction_descriptor, operand_byte
+    from foscar.blackwell.tcgen05 import digit_descriptor, instruction_descriptor, operand_byte, operand_row
 
-    for width in (64, 128):
+    for width in (32, 64, 128):
         got = torch.tensor([[operand_byte(width, row, k) for k in range(width)] for row in range(32)])
         assert sorted(got.flatten().tolist()) == list(range(32 * width))
         for step in range(width // 32):
@@ -114,6 +116,9 @@ def test_operands_swizzled_in_shared_memory():
     assert instruction_descriptor(128, 32) == 0x8080010
     with pytest.raises(AssertionError):
         instruction_descriptor(128, 8)
+    assert digit_descriptor(128, 32) == 0x8880480
+    rows = [operand_row(head, term) for head in range(12) for term in range(2)]
+    assert sorted(rows) == list(range(24)) and [operand_row(h, t) for h, t in ((0, 1), (3, 0), (5, 1))] == [4, 3, 13]
 
 
 def test_the_compile_key_covers_all_device_code():

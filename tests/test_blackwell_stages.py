@@ -14,18 +14,25 @@ from foscar.common.quantize import Quantized, param_dtype
 
 pytestmark = pytest.mark.skipif(jit.dsl_version() is None, reason="compiling the kernels needs nvidia-cutlass-dsl")
 TOKENS = 128
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 FEW = (INT2, LAYOUTS[0], LAYOUTS[13], MIXED[1])  # 128 and 64 channels, 2 and 4 bits, 4 to 16 heads
 
 
-def operand(values: torch.Tensor) -> torch.Tensor:
-    """[columns, K] e4m3 as the bytes of a B operand in shared memory."""
+def operand(data: torch.Tensor) -> torch.Tensor:
+    """[columns, bytes] as the bytes of a B operand in shared memory."""
     from foscar.blackwell.tcgen05 import operand_byte
 
-    columns, width = values.shape
+    columns, width = data.shape
     at = torch.tensor([[operand_byte(width, row, k) for k in range(width)] for row in range(columns)])
     out = torch.zeros(columns * width, dtype=torch.uint8)
-    out[at] = values.view(torch.uint8)
+    out[at] = data.view(torch.uint8)
     return out
+
+
+def halves(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes [..., channels] as bytes: channel ``c`` below channel ``c + channels / 2``."""
+    low, high = codes.chunk(2, -1)
+    return low | high << 4
 
 
 def token_of_lane() -> torch.Tensor:
@@ -41,9 +48,26 @@ def channel_of_lane(head_dim: int) -> torch.Tensor:
 
 
 def weights(bits: int, head_dim: int) -> torch.Tensor:
-    """What the masks leave a code of each channel multiplied with."""
+    """What the masks of bytes leave a code of each channel multiplied with."""
     position = torch.arange(head_dim) // (head_dim * bits // 8)
     return torch.where((position % 2 == 1) & (bits == 2), 4.0, 1.0)
+
+
+def k_bytes(config) -> int:
+    """Of one token's codes as an operand: 2-bit codes are halves of bytes."""
+    return config.head_dim // (2 if config.format.k.bits == 2 else 1)
+
+
+def random_query(config, gen) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each column multiplies the codes with, [columns, head_dim], and the bytes of its operands."""
+    columns, d = config.columns, config.head_dim
+    if config.format.k.bits == 4:
+        q = torch.randint(-8, 9, (columns, d), generator=gen).to(torch.float8_e4m3fn)
+        return q.float() * 2.0**-9, operand(q)
+    codes = torch.randint(0, 16, (3, columns, d), generator=gen, dtype=torch.uint8)
+    values = E2M1[(codes & 7).long()] * torch.where(codes & 8 > 0, -1.0, 1.0)
+    q = sum(values[step] * 8.0**-step for step in range(3)) / 2  # a code's half is multiplied
+    return q, torch.cat([operand(halves(step)) for step in codes])
 
 
 def probe(config, schedule: dict, seed: int = 0):
@@ -59,27 +83,28 @@ def probe(config, schedule: dict, seed: int = 0):
     )
     one = torch.ones(TOKENS, 1, 1).to(dtype)
     tile = pack_record(config.layout, Quantized(k, one, one), Quantized(v, one, one)).flatten()
-    q = torch.randint(-8, 9, (config.columns, d), generator=gen).to(torch.float8_e4m3fn)
+    q, q_operand = random_query(config, gen)
     p = torch.randint(0, 17, (config.columns, TOKENS), generator=gen).to(torch.float8_e4m3fn)
-    words = [torch.full((TOKENS, n), -1, dtype=torch.int32) for n in (d // 4, TOKENS // 4)]
+    words = [torch.full((TOKENS, n), -1, dtype=torch.int32) for n in (k_bytes(config) // 4, TOKENS // 4)]
     sums = [torch.full((TOKENS, config.columns), torch.nan) for _ in range(2)]
     artifact = jit.load_or_compile("blackwell_probe", ProbeConfig(config), "sm_100a", BUILDER)
-    Launch(artifact.ptx, 1, artifact.block, [tile, operand(q), operand(p), *words, *sums], smem=artifact.smem,
+    Launch(artifact.ptx, 1, artifact.block, [tile, q_operand, operand(p), *words, *sums], smem=artifact.smem,
            **schedule).run()  # fmt: skip
-    return k[:, 0].float(), v[:, 0].float(), q.float(), p.float(), *(w.view(torch.uint8) for w in words), *sums
+    return k[:, 0].float(), v[:, 0].float(), q, p.float(), *(w.view(torch.uint8) for w in words), *sums
 
 
 def check(config, schedule: dict, seed: int = 0) -> None:
-    k, v, q, p, k_bytes, v_bytes, s, o = probe(config, schedule, seed)
+    k, v, q, p, got_k, v_bytes, s, o = probe(config, schedule, seed)
     tokens, channels = token_of_lane(), channel_of_lane(config.head_dim)
     assert sorted(tokens.tolist()) == list(range(TOKENS))
     live = channels >= 0
     assert sorted(channels[live].tolist()) == list(range(config.head_dim))
-    k, v = k * weights(config.format.k.bits, config.head_dim), v * weights(config.format.v.bits, config.head_dim)
-    assert_equal(k_bytes.float(), k[tokens], ("lane", "channel"))
+    v = v * weights(config.format.v.bits, config.head_dim)
+    want_k = halves(k.to(torch.uint8)).float() if config.format.k.bits == 2 else k
+    assert_equal(got_k.float(), want_k[tokens], ("lane", "byte"))
     assert_equal(v_bytes[live].float(), v.T[channels[live]], ("lane", "token"))
     unit = 2.0**-9
-    assert_equal(s, k[tokens] @ q.T * unit, ("lane", "column"))
+    assert_equal(s, k[tokens] @ q.T, ("lane", "column"))
     assert_equal(o[live], (v.T @ p.T * unit)[channels[live]], ("lane", "column"))
 
 
@@ -92,3 +117,21 @@ def test_every_format(config):
 @pytest.mark.parametrize("config", FEW, ids=name_of)
 def test_every_schedule(config, schedule):
     check(config, schedule, seed=1)
+
+
+def test_digits_of_every_integer():
+    """Six e2m1 digits of base 8 give back every integer up to 2^17, two at a time."""
+    from ptx_emulator import Launch
+    from support.blackwell_probe import DIGITS_BUILDER, DigitsConfig
+
+    near = [0, 1, 3, 4, 5, 7, 8, 2**15, 2**16 - 1, 3 * 2**15, 112347, 112348, 2**17 - 1, 2**17]
+    n = torch.cat([torch.tensor(near), torch.randint(0, 2**17, (50,), generator=torch.Generator().manual_seed(3))])
+    n = torch.cat([n, -n]).float()
+    words = torch.full((len(n), 6), -1, dtype=torch.int32)
+    artifact = jit.load_or_compile("blackwell_digits", DigitsConfig(len(n)), "sm_100a", DIGITS_BUILDER)
+    Launch(artifact.ptx, 1, artifact.block, [n, words], smem=artifact.smem).run()
+    codes = words.view(torch.uint8).view(len(n), 6, 4)[..., :2]
+    assert (codes < 16).all()
+    digits = 2 * E2M1[(codes & 7).long()] * torch.where(codes & 8 > 0, -1.0, 1.0)
+    got = (digits * 8.0 ** torch.arange(5, -1, -1)[:, None]).sum(1)
+    assert_equal(got, torch.stack([n, -n], 1), ("number", "place"))

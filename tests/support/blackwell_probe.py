@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
-from foscar.blackwell import mma, pipeline, smem, tcgen05, unpack
-from foscar.blackwell.config import TILE_TOKENS, DecodeConfig, first_warp
+from foscar.blackwell import digits, mma, pipeline, smem, tcgen05, unpack
+from foscar.blackwell.config import DIGIT_STEPS, TILE_TOKENS, DecodeConfig, first_warp
 from foscar.blackwell.tmem import TensorLedger, lane_address
 from foscar.common import device
 from foscar.common.artifact import Artifact
 from foscar.common.jit import compile_jit
 from foscar.hopper import pv, qk
 
-BUILDER = "support.blackwell_probe:build"
+BUILDER, DIGITS_BUILDER = "support.blackwell_probe:build", "support.blackwell_probe:build_digits"
 BUFFER = 1  # of codes and accumulators: the second, so that a forgotten offset shows
 
 
@@ -45,8 +45,8 @@ def _rows_out(tensor: Int32, out: Int64, columns: cutlass.Constexpr, warp: Int32
     halves = tcgen05.load_rows([lane_address(tensor, warp, i) for i in range(2)], columns)
     for i in cutlass.range_constexpr(2):
         for r in cutlass.range_constexpr(columns // 2):
-            row = 32 * warp + 16 * i + lane // 4 + 8 * (r // 2 % 2)
-            target[row * columns + 8 * (r // 4) + 2 * (lane % 4) + r % 2] = halves[i][r]
+            row = 32 * warp + 16 * i + lane // 4 + 8 * (r % 2)
+            target[row * columns + 4 * (r // 2) + lane % 4] = halves[i][r]
 
 
 @cute.kernel
@@ -72,13 +72,14 @@ def probe_kernel(tile: Int64, query: Int64, probs: Int64, k_out: Int64, v_out: I
     v = pv.load_words(shared.ring + pv.thread_offset(cfg, warp, lane), cfg)
     unpack.store_k(k, rooms["k"], warp, cfg)
     unpack.store_v(v, rooms["v"], warp, cfg)
+    unpack.store_scales(tensor, warp, cfg)
     tcgen05.wait_stores()
     tcgen05.fence_before()
     cute.arch.sync_threads()
     tcgen05.fence_after()
     if warp == 0:
         with cute.arch.elect_one():
-            mma._products(rooms["s"], rooms["k"], shared.query, cfg.head_dim, cfg)
+            mma._scores_of(rooms["s"], rooms["k"], shared.query, tensor, cfg)
             mma._products(rooms["o"], rooms["v"], shared.probs, TILE_TOKENS, cfg)
             tcgen05.commit(pipeline.at(shared.barriers, "o_full"))
     cute.arch.mbarrier_wait(pipeline.at(shared.barriers, "o_full"), 0)
@@ -101,6 +102,34 @@ def host(tile: Int64, query: Int64, probs: Int64, k_out: Int64, v_out: Int64, s_
 
 def build(config: ProbeConfig, arch: str) -> Artifact:
     return compile_jit(host, *[Int64(1)] * 7, config.decode, arch=arch)
+
+
+@dataclass(frozen=True)
+class DigitsConfig:
+    """A kernel of ``count`` threads that gives each integer and its negative as digits."""
+
+    count: int
+
+
+@cute.kernel
+def digits_kernel(numbers: Int64, out: Int64, cfg: cutlass.Constexpr):
+    """``numbers`` [count] float32; ``out`` [count, places] words, the number in byte 0, its negative in byte 1."""
+    thread = cute.arch.thread_idx()[0]
+    if thread < cfg.count:
+        x = _words(numbers, cfg.count)[thread].bitcast(Float32)
+        first, second = digits.terms(digits.integers([x, -x]))
+        target = _words(out, cfg.count * 2 * DIGIT_STEPS)
+        for i in cutlass.range_constexpr(2 * DIGIT_STEPS):
+            target[thread * (2 * DIGIT_STEPS) + i] = [*first, *second][i]
+
+
+@cute.jit
+def digits_host(numbers: Int64, out: Int64, cfg: cutlass.Constexpr, stream):
+    digits_kernel(numbers, out, cfg).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream)
+
+
+def build_digits(config: DigitsConfig, arch: str) -> Artifact:
+    return compile_jit(digits_host, *[Int64(1)] * 2, config, arch=arch)
 
 
 assert first_warp("unpack") % 4 == 0  # the probe's warps 0 .. 3 reach the same lanes
