@@ -50,12 +50,12 @@ class Tile:
 
 def _shared_bytes(config: DecodeConfig, loops: dict) -> float:
     """Bulk copies in, loads and stores of all warps (no broadcast counted), B operands read by the tensor cores."""
-    total = float(config.stage_bytes)
+    total = float(config.tile_bytes)
     for role, loop in loops.items():
         for text in loop.instructions:
             op = text.split()[0].split(".")
             if op[0] in ("LDS", "STS"):
-                total += LDST.get(op[-1], 4) * 32 * ROLES[role] / TILES.get(role, 1)
+                total += LDST.get(op[-1], 4) * 32 * ROLES[role] / TILES[role]
     return total + config.columns * (config.head_dim + TILE_TOKENS)
 
 
@@ -72,7 +72,7 @@ def tile(config: DecodeConfig) -> Tile:
     sums = 4 * TILE_TOKENS * config.columns
     per_sm = HBM / SMS / CLOCK
     return Tile(
-        hbm=config.stage_bytes / per_sm,
+        hbm=config.tile_bytes / per_sm,
         shared=_shared_bytes(config, loops) / SHARED,
         tensor_memory=(2 * 2 * codes + 2 * 2 * sums) / TENSOR_MEMORY,
         tensor_cores=2 * codes / MMA_BYTES,

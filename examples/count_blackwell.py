@@ -22,7 +22,7 @@ from pathlib import Path
 from count_instructions import MissingTool, disassemble, find_nvdisasm
 
 import foscar
-from foscar.blackwell.config import ARCHS, CODE_BUFFERS, ROLES, TILE_TOKENS, DecodeConfig
+from foscar.blackwell.config import ARCHS, BUFFERS, ROLES, STEP_TILES, TILE_TOKENS, DecodeConfig
 from foscar.blackwell.decode import kernels
 from foscar.common import jit
 from foscar.common.formats import KVFormat
@@ -40,7 +40,7 @@ MARKS = {
     "softmax": ({"LDTM", "STS", "MUFU"}, set()),
     "correct": ({"LDTM", "MUFU"}, {"STS"}),
 }
-TILES = {"mma": CODE_BUFFERS, "unpack": CODE_BUFFERS}  # of a pass of the loop, where not 1
+TILES = {role: STEP_TILES * (BUFFERS if role == "mma" else 1) for role in MARKS}  # of a pass of the loop
 CLASSES = ("alu", "fma", "mufu", "lds", "sts", "tensor", "sync", "uniform", "other")
 COLUMNS = ("total", "masks", *CLASSES)
 _ROOTS = {
@@ -130,7 +130,7 @@ def loops_of(config: DecodeConfig, arch: str = ARCHS[0]) -> dict[str, Loop]:
 
 def counts_of(loops: dict[str, Loop]) -> dict[str, dict[str, float]]:
     """Per tile."""
-    return {role: loop.counts(TILES.get(role, 1)) for role, loop in loops.items()}
+    return {role: loop.counts(TILES[role]) for role, loop in loops.items()}
 
 
 def per_scheduler(counts: dict[str, dict[str, float]]) -> float:

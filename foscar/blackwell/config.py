@@ -14,12 +14,13 @@ from ..common.formats import KVFormat, RecordLayout
 from ..common.plan import PLAIN, KernelOptions
 
 ARCHS = ("sm_100a", "sm_103a")
-TILE_TOKENS = 128  # M of Q K^T, the contraction of P V, and the step after which O is promoted to float32
+TILE_TOKENS = 128  # M of Q K^T, the contraction of P V, and what has a maximum and is promoted to float32 alone
+STEP_TILES = 2  # of one segment that roles hand over at once: waits and addresses cost as much as the work of a tile
+STEP_TOKENS = STEP_TILES * TILE_TOKENS
 SHARED_BYTES = 227 * 1024  # of one CTA
 STATIC_BYTES = 1024 + 1024  # left to alignment and barriers
 TENSOR_COLUMNS = 512
-BUFFERS = 2  # of Q^T, P^T, accumulators and sums
-CODE_BUFFERS = 4  # of unpacked codes: the unpack warps run that many tiles ahead of the products with V
+BUFFERS = 2  # of Q^T and sums; steps of P^T, accumulators and unpacked codes
 DIGIT_STEPS = 3  # operands of Q where K's codes are 4-bit operands: digits.py
 
 # Warps of a CTA, in order; groups of four begin at a multiple of four, because a warp reaches the 32 lanes of tensor
@@ -37,7 +38,7 @@ def first_warp(role: str) -> int:
 class TileConfig:
     """What may be tuned without changing any result."""
 
-    kv_stages: int | None = None  # of TILE_TOKENS tokens in flight; None: as many as fit, at most MAX_STAGES
+    kv_stages: int | None = None  # of STEP_TOKENS tokens in flight; None: as many as fit, at most MAX_STAGES
 
     MAX_STAGES = 12
 
@@ -88,8 +89,13 @@ class DecodeConfig:
         return TILE_TOKENS // self.page_size
 
     @property
-    def stage_bytes(self) -> int:
+    def tile_bytes(self) -> int:
+        """Of a tile in the ring."""
         return self.pages_per_tile * self.layout.record_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return STEP_TILES * self.tile_bytes
 
     @property
     def heads_per_thread(self) -> int:
@@ -116,22 +122,24 @@ class DecodeConfig:
 
     @property
     def prob_bytes(self) -> int:
+        """Of a tile."""
         return self.columns * TILE_TOKENS
 
     @property
     def param_bytes(self) -> int:
-        """Five float32 per token of a tile."""
-        return 4 * 5 * TILE_TOKENS
+        """Five float32 per token of a step."""
+        return 4 * 5 * STEP_TOKENS
 
     @property
     def reduce_bytes(self) -> int:
-        """Of one buffer: per head maxima, sums, offsets of four warps and two query factors; the item's tiles."""
-        return 4 * self.heads * (3 * 4 + 2) + 16
+        """Of one buffer: per head maxima of each tile, sums, offsets of four warps, two query factors; the item's tiles."""
+        return 4 * self.heads * ((STEP_TILES + 2) * 4 + 2) + 16
 
     @property
     def workspace_bytes(self) -> int:
         """Shared memory besides the stages."""
-        return BUFFERS * (self.query_bytes + self.prob_bytes + self.reduce_bytes) + self.param_bytes
+        probs = STEP_TILES * self.prob_bytes
+        return BUFFERS * (self.query_bytes + probs + self.reduce_bytes) + self.param_bytes
 
     @cached_property
     def stages(self) -> int:

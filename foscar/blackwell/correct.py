@@ -1,4 +1,4 @@
-"""The correct warps: O in float32 registers, rescaled to the running maximum tile by tile, and the output.
+"""The correct warps: O in float32 registers, rescaled to the running maximum step by step, and the output.
 
 They keep their own running maximum from the tile maxima that the softmax left in shared memory: the same arithmetic on
 the same numbers, so both sides agree on the unit 2^m.
@@ -12,35 +12,30 @@ from cutlass import Float32, Int32
 
 from ..common import device, schedule
 from ..hopper.softmax import LOWEST
-from . import packed, pipeline, smem, store, tcgen05
+from . import packed, pipeline, smem, store, tcgen05, walk
+from .config import STEP_TILES
 from .tmem import TensorLedger, lane_address
-from .walk import next_item
-
-
-def joined(address, op) -> Float32:
-    """One number from the four warps' parts."""
-    four = device.load_shared(address, 4)
-    return device.tree(op, [four[i].bitcast(Float32) for i in range(4)])
 
 
 @cute.jit
-def add_tile(m: cute.Tensor, o: cute.Tensor, top: list, d: list, cfg: cutlass.Constexpr) -> None:
-    """O += the tile's product with the weight 2^(tile maximum - new maximum); ``d[half][4 j + 2 term + rh]``.
+def add_step(m: cute.Tensor, o: cute.Tensor, top: list, d: list, cfg: cutlass.Constexpr) -> None:
+    """O += the tiles' products with the weights 2^(tile maximum - new maximum); ``top[tile][head]``,
+    ``d[tile][half][4 j + 2 term + rh]``.
 
     ``o[j * blocks + r]``: head ``lane % 4 + 4 j``, row block ``r``.
     """
-    nh = cfg.heads_per_thread
-    for j in cutlass.range_constexpr(nh):
-        new_m = cute.arch.fmax(m[j], top[j])
-        old, new = device.exp2(m[j] - new_m), device.exp2(top[j] - new_m)
+    for j in cutlass.range_constexpr(cfg.heads_per_thread):
+        new_m = device.tree(cute.arch.fmax, [m[j], *(x[j] for x in top)])
+        old = packed.same(device.exp2(m[j] - new_m))
+        new = [packed.same(device.exp2(x[j] - new_m)) for x in top]
         m[j] = new_m
         for half in cutlass.range_constexpr(cfg.head_dim // 64):
-            terms = [x.bitcast(Float32) for x in d[half][4 * j : 4 * j + 4]]
-            first, second = packed.pairs(terms)
-            product = first + second
             at = (j * cfg.head_dim // 64 + half) * 2
-            here = packed.Pair(o[at], o[at + 1]) * packed.same(old)
-            here = packed.fma(product, packed.same(new), here)
+            here = packed.Pair(o[at], o[at + 1]) * old
+            for i in cutlass.range_constexpr(STEP_TILES):
+                terms = [x.bitcast(Float32) for x in d[i][half][4 * j : 4 * j + 4]]
+                first, second = packed.pairs(terms)
+                here = packed.fma(first + second, new[i], here)
             o[at], o[at + 1] = here.low, here.high
 
 
@@ -53,34 +48,39 @@ def correct_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
     work = schedule.start(args, Int32(0), 1, lane)
     lengths = schedule.lengths_of(args)
     request, head, tile, position, left = work.request, work.head, work.tile, work.position, work.left
-    count, item = Int32(0), Int32(0)
+    step, item = (Int32(0), Int32(0)), (Int32(0), Int32(0))  # (buffer, phase)
     while left > 0:
         tiles = schedule.tiles_of(lengths[request])
         n = cutlass.min(left, tiles - tile)
         m.fill(LOWEST)
         o.fill(0.0)
-        for _ in cutlass.range(n, unroll=1):
-            pipeline.wait_full(barriers, "p_full", role, count)
-            maxima = smem.reduction(cfg, shared, count & 1).maxima
-            top = [joined(maxima + 16 * (lane % 4 + 4 * j), cute.arch.fmax) for j in range(nh)]
-            pipeline.wait_full(barriers, "o_full", role, count)
+        for _ in cutlass.range(walk.steps_of(n), unroll=1):
+            pipeline.wait_full(barriers, "p_full", role, step)
+            maxima = smem.reduction(cfg, shared, step[0]).maxima
+            top = [
+                [smem.joined(maxima + 16 * (lane % 4 + 4 * j + cfg.heads * i), cute.arch.fmax) for j in range(nh)]
+                for i in range(STEP_TILES)
+            ]
+            pipeline.wait_full(barriers, "o_full", role, step)
             tcgen05.fence_after()
-            column = tensor + ledger.column("o", count & 1)
-            halves = [lane_address(column, warp, i) for i in range(cfg.head_dim // 64)]
-            d = tcgen05.load_rows(halves, cfg.load_columns)
+            halves = cfg.head_dim // 64
+            columns = [tensor + ledger.tile("o", step[0], i) for i in range(STEP_TILES)]
+            d = tcgen05.load_rows(
+                [lane_address(c, warp, i) for c in columns for i in range(halves)], cfg.load_columns
+            )
             tcgen05.fence_before()
-            pipeline.arrive(barriers, "o_empty", role, count & 1, lane)
-            add_tile(m, o, top, d, cfg)
-            count = count + 1
+            pipeline.arrive(barriers, "o_empty", role, step[0], lane)
+            add_step(m, o, top, [d[i * halves : (i + 1) * halves] for i in range(STEP_TILES)], cfg)
+            step = pipeline.after(step)
         pipeline.wait_full(barriers, "sums_full", role, item)
-        room = smem.reduction(cfg, shared, item & 1)
+        room = smem.reduction(cfg, shared, item[0])
         at = [16 * (lane % 4 + 4 * j) for j in range(nh)]
-        l = [joined(room.sums + x, device.add) for x in at]  # noqa: E741
-        b = [joined(room.offsets + x, device.add) for x in at]
-        pipeline.arrive(barriers, "sums_empty", role, item & 1, lane)
+        l = [smem.joined(room.sums + x, device.add) for x in at]  # noqa: E741
+        b = [smem.joined(room.offsets + x, device.add) for x in at]
+        pipeline.arrive(barriers, "sums_empty", role, item[0], lane)
         store.finish(args, (m, l, b, o), work.at(request, head, tile, position, left), n == tiles, warp, lane, cfg)
-        item = item + 1
+        item = pipeline.after(item)
         left = left - n
         position = position + n
         tile = Int32(0)
-        request, head = next_item(args, request, head)
+        request, head = walk.next_item(args, request, head)

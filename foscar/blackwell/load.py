@@ -1,15 +1,67 @@
-"""The load warp: pages of the CTA's tiles into the ring, one bulk copy per page, as on Hopper with one worker a CTA."""
+"""The load warp: pages of the CTA's steps into the ring, one bulk copy per page."""
 
 from __future__ import annotations
 
-from cutlass import Int32
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
 
-from ..hopper import load
-from . import pipeline
+from ..common import schedule
+from ..hopper.load import _first_page, _page_ids
+from . import pipeline, walk
+from .config import STEP_TILES
+from .bulk import copy_page, expect_bytes
+
+ROLE = "load"
 
 
-def load_warp(args, shared, lane: Int32, cfg) -> None:
-    """Walk the CTA's range; see hopper/load.py for the page ids fetched ahead and the ring."""
-    pipeline.source(shared.barriers, "full", "load", 0)  # hopper/load.py arrives and waits by pointers
-    pipeline.target(shared.barriers, "empty", "load")
-    load.load_warp(args, shared, Int32(0), lane, cfg)
+@cute.jit
+def _load_step(args, shared, page_ids: Int32, first: Int32, pages: Int32, base: Int64, slot: Int32, phase: Int32,
+               cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """Wait for the slot, then copy the pages whose ids lanes ``first`` .. ``first + pages - 1`` hold."""
+    record = cfg.layout.record_bytes
+    pipeline.wait(shared.barriers, "empty", ROLE, slot, phase)
+    found = [cute.arch.shuffle_sync(page_ids, first + i) for i in range(STEP_TILES * cfg.pages_per_tile)]
+    barrier = pipeline.source(shared.barriers, "full", ROLE, slot).toint()
+    target = shared.ring + slot * cfg.stage_bytes
+    with cute.arch.elect_one():
+        expect_bytes(barrier, pages * record)
+        for i, page in enumerate(found):
+            source = base + Int64(page) * args.page_stride
+            copy_page(i < pages, target + i * record, source, record, barrier)
+
+
+@cute.jit
+def load_warp(args, shared, lane: Int32, cfg: cutlass.Constexpr) -> None:
+    """Walk the CTA's range; page ids are fetched 32 at a time, one chunk ahead."""
+    per_step = STEP_TILES * cfg.pages_per_tile
+    chunk = 32 // per_step  # steps whose page ids one register of the warp holds
+    work = schedule.start(args, Int32(0), 1, lane)
+    lengths = schedule.lengths_of(args)
+    request, head, tile, left = work.request, work.head, work.tile, work.left
+    slot, phase = Int32(0), Int32(1)
+    while left > 0:
+        length = lengths[request]
+        n = cutlass.min(left, schedule.tiles_of(length) - tile)
+        row = _first_page(args, request)
+        first = tile * cfg.pages_per_tile
+        end = first + (walk.tokens_of(length, tile, n) + (cfg.page_size - 1)) // cfg.page_size
+        base = args.cache + Int64(head) * args.head_stride
+        steps = walk.steps_of(n)
+        ahead = _page_ids(args, row, first + lane, end)
+        for done in cutlass.range(0, steps, chunk, unroll=1):
+            ids = ahead
+            ahead = _page_ids(args, row, first + (done + chunk) * per_step + lane, end)
+            for q in cutlass.range(cutlass.min(steps - done, chunk), unroll=1):
+                here = cutlass.min(end - first - (done + q) * per_step, per_step)
+                _load_step(args, shared, ids, q * per_step, here, base, slot, phase, cfg)
+                slot = slot + 1
+                if slot == cfg.stages:
+                    slot = Int32(0)
+                    phase = phase ^ 1
+        left = left - n
+        tile = Int32(0)
+        request, head = walk.next_item(args, request, head)
+
+
+assert STEP_TILES * 128 // 16 <= 32  # one register of the warp holds a step's page ids

@@ -1,8 +1,8 @@
 """The MMA warp: S^T = K Q^T and O^T = V^T P^T of every tile, by one thread.
 
-The scores of tile i + 1 are issued before the product with V of tile i, so that the tensor cores have work while the
-softmax of tile i runs.  Both accumulators begin anew with every tile: O is added up in float32 by the correct warps.
-The loop takes CODE_BUFFERS tiles a turn, so that buffers and most phases are constants.
+The scores of step i + 1 are issued before the products with V of step i, so that the tensor cores have work while the
+softmax of step i runs.  Both accumulators begin anew with every tile: O is added up in float32 by the correct warps.
+The loop takes BUFFERS steps a turn, so that buffers are constants.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..common import device, schedule
-from . import digits, pipeline, smem, tcgen05
-from .config import BUFFERS, CODE_BUFFERS, TILE_TOKENS, DecodeConfig
+from . import digits, pipeline, smem, tcgen05, walk
+from .config import BUFFERS, STEP_TILES, TILE_TOKENS, DecodeConfig
 from .tmem import TensorLedger
 
 STEP = 32  # bytes of an operand's row of one instruction: 32 elements in e4m3, 64 in e2m1
@@ -45,48 +45,53 @@ def _scores_of(d, a, b, tensor, cfg: DecodeConfig) -> None:
 
 
 @cute.jit
-def _scores(shared, tensor: Int32, codes: cutlass.Constexpr, phase: Int32, item: Int32, cfg: cutlass.Constexpr) -> None:
-    """``codes``: the tile's buffer of codes, in its ``phase``."""
-    ledger, barriers, buffer = TensorLedger(cfg), shared.barriers, codes % BUFFERS
-    pipeline.wait(barriers, "codes_full", ROLE, codes, phase)
+def _scores(shared, tensor: Int32, buffer: cutlass.Constexpr, phase: Int32, query: Int32,
+            cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """Of the step in ``buffer``, in its ``phase``; ``query``: which buffer of Q."""
+    ledger, barriers = TensorLedger(cfg), shared.barriers
+    pipeline.wait(barriers, "codes_full", ROLE, buffer, phase)
     tcgen05.fence_after()
-    d, a = tensor + ledger.column("s", buffer), tensor + ledger.column("k", codes)
-    _scores_of(d, a, shared.query + (item & 1) * cfg.query_bytes, tensor, cfg)
+    for i in cutlass.range_constexpr(STEP_TILES):
+        d, a = (tensor + ledger.tile(room, buffer, i) for room in ("s", "k"))
+        _scores_of(d, a, shared.query + query * cfg.query_bytes, tensor, cfg)
     tcgen05.commit(pipeline.source(barriers, "s_full", ROLE, buffer))
 
 
 @cute.jit
-def _values(shared, tensor: Int32, codes: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:
-    ledger, barriers, buffer = TensorLedger(cfg), shared.barriers, codes % BUFFERS
-    phase = codes // BUFFERS % 2  # of everything double-buffered: the same in every turn
+def _values(shared, tensor: Int32, buffer: cutlass.Constexpr, phase: Int32, cfg: cutlass.Constexpr) -> None:
+    ledger, barriers = TensorLedger(cfg), shared.barriers
     pipeline.wait(barriers, "p_full", ROLE, buffer, phase)  # which the softmax gives only where O is free, too
     tcgen05.fence_after()
-    d, a = tensor + ledger.column("o", buffer), tensor + ledger.column("v", codes)
-    _products(d, a, shared.probs + buffer * cfg.prob_bytes, TILE_TOKENS, cfg)
+    for i in cutlass.range_constexpr(STEP_TILES):
+        d, a = (tensor + ledger.tile(room, buffer, i) for room in ("o", "v"))
+        _products(d, a, shared.probs + smem.probs_tile(cfg, buffer, i), TILE_TOKENS, cfg)
     tcgen05.commit(pipeline.source(barriers, "o_full", ROLE, buffer))
-    tcgen05.commit(pipeline.source(barriers, "codes_empty", ROLE, codes))
+    tcgen05.commit(pipeline.source(barriers, "codes_empty", ROLE, buffer))
 
 
 @cute.jit
-def _walk(shared, tensor: Int32, total: Int32, cfg: cutlass.Constexpr) -> None:
-    """By one thread: every tile of the CTA's range; what item they belong to, the query warps say."""
+def _walk(shared, tensor: Int32, left: Int32, cfg: cutlass.Constexpr) -> None:
+    """By one thread: every step of the CTA's ``left`` tiles; what item they belong to, the query warps say."""
     barriers = shared.barriers
-    item = Int32(-1)  # of the scores
-    rest = Int32(0)  # tiles of the item that are not issued
-    for turn in cutlass.range((total + CODE_BUFFERS) // CODE_BUFFERS, unroll=1):
-        phase = turn & 1
-        for codes in cutlass.range_constexpr(CODE_BUFFERS):
-            count = CODE_BUFFERS * turn + codes
-            if count < total:
+    query, q_phase = Int32(1), Int32(1)  # of the item at hand: before the first
+    rest, before, phase = Int32(0), Int32(0), Int32(0)  # steps of the item not issued; whether one is half done
+    while rest + left + before > 0:
+        for buffer in cutlass.range_constexpr(BUFFERS):
+            more = rest + left
+            if more > 0:
                 if rest == 0:
-                    item = item + 1
-                    pipeline.wait_full(barriers, "q_full", ROLE, item)
-                    rest = Int32(device.load_shared(smem.reduction(cfg, shared, item & 1).tiles, 1)[0])
-                    cute.arch.mbarrier_arrive(pipeline.source(barriers, "q_empty", ROLE, item & 1))
+                    query, q_phase = pipeline.after((query, q_phase))
+                    pipeline.wait_full(barriers, "q_full", ROLE, (query, q_phase))
+                    n = Int32(device.load_shared(smem.reduction(cfg, shared, query).tiles, 1)[0])
+                    cute.arch.mbarrier_arrive(pipeline.source(barriers, "q_empty", ROLE, query))
+                    rest = walk.steps_of(n)
+                    left = left - n
                 rest = rest - 1
-                _scores(shared, tensor, codes, phase, item, cfg)
-            if (count > 0) & (count <= total):
-                _values(shared, tensor, (codes - 1) % CODE_BUFFERS, cfg)  # of the tile before
+                _scores(shared, tensor, buffer, phase, query, cfg)
+            if before > 0:
+                _values(shared, tensor, 1 - buffer, phase ^ (1 - buffer), cfg)  # of the step before
+            before = more
+        phase = phase ^ 1
 
 
 @cute.jit
@@ -96,4 +101,4 @@ def mma_warp(args, shared, tensor: Int32, lane: Int32, cfg: cutlass.Constexpr) -
         _walk(shared, tensor, tiles, cfg)
 
 
-assert CODE_BUFFERS == 2 * BUFFERS == 4
+assert BUFFERS == 2  # the step before is in the other buffer

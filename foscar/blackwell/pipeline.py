@@ -1,7 +1,7 @@
 """The edges between roles as data: who arrives how often at which barrier, who waits.
 
-An edge has ``depth`` mbarriers, used in turn; the i-th use (tile, item or ring slot) waits for the phase that follows
-from its count.  ``Barriers`` checks at trace time that only the declared ends of an edge arrive and wait, and after
+An edge has ``depth`` mbarriers, used in turn; the i-th use (step, item or ring slot) waits for the phase that follows
+from its count.  Of an edge of two, a use is written as the pair (buffer, phase) and advanced by :func:`after`.  ``Barriers`` checks at trace time that only the declared ends of an edge arrive and wait, and after
 all roles that each of them did: what would be a deadlock is an exception while compiling.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 
 from ..common import device
-from .config import BUFFERS, CODE_BUFFERS, ROLES, ConfigError
+from .config import BUFFERS, ROLES, ConfigError
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ def edges(stages: int) -> tuple[Edge, ...]:
     return (
         Edge("full", ("load",), ("unpack", "softmax"), stages, "bytes"),  # pages in the ring
         Edge("empty", ("unpack", "softmax"), ("load",), stages),  # codes and parameters read
-        Edge("codes_full", ("unpack",), ("mma",), CODE_BUFFERS),  # K and V of a tile in tensor memory
-        Edge("codes_empty", ("mma",), ("unpack",), CODE_BUFFERS, "commit"),  # both products done
+        Edge("codes_full", ("unpack",), ("mma",)),  # K and V of a step in tensor memory
+        Edge("codes_empty", ("mma",), ("unpack",), by="commit"),  # both products done
         Edge("q_full", ("query",), ("mma", "softmax")),  # Q^T and its factors, per item
         Edge("q_empty", ("softmax", "mma"), ("query",)),
         Edge("s_full", ("mma",), ("softmax",), by="commit"),  # scores
         Edge("p_full", ("softmax",), ("mma", "correct")),  # P^T and maxima; scores read
-        Edge("o_full", ("mma",), ("correct",), by="commit"),  # a tile of O; P^T is used
-        Edge("o_empty", ("correct",), ("softmax",)),  # tile of O and maxima read; p_full passes it on to mma
+        Edge("o_full", ("mma",), ("correct",), by="commit"),  # a step of O; P^T is used
+        Edge("o_empty", ("correct",), ("softmax",)),  # step of O and maxima read; p_full passes it on to mma
         Edge("sums_full", ("softmax",), ("correct",)),  # denominators, per item
         Edge("sums_empty", ("correct",), ("softmax",)),
     )
@@ -101,14 +101,21 @@ def wait(b: Barriers, name: str, role: str, index, phase) -> None:
     cute.arch.mbarrier_wait(at(b, name, index), phase)
 
 
-def wait_full(b: Barriers, name: str, role: str, count) -> None:
-    """For what the ``count``-th use of a double-buffered edge hands over."""
-    wait(b, name, role, count & 1, (count >> 1) & 1)
+def wait_full(b: Barriers, name: str, role: str, use: tuple) -> None:
+    """For what a use of a double-buffered edge hands over."""
+    wait(b, name, role, *use)
 
 
-def wait_empty(b: Barriers, name: str, role: str, count) -> None:
-    """Until the ``count``-th use may begin: the one BUFFERS before it is over."""
-    wait(b, name, role, count & 1, ((count >> 1) & 1) ^ 1)
+def wait_empty(b: Barriers, name: str, role: str, use: tuple) -> None:
+    """Until a use may begin: the one BUFFERS before it is over."""
+    buffer, phase = use
+    wait(b, name, role, buffer, phase ^ 1)
+
+
+def after(use: tuple) -> tuple:
+    """The use that follows (buffer, phase); the first is (0, 0)."""
+    buffer, phase = use
+    return buffer ^ 1, phase ^ buffer
 
 
 def check(b: Barriers) -> None:
@@ -120,4 +127,4 @@ def check(b: Barriers) -> None:
                     raise ConfigError(f"nobody of {role} {what} at edge {edge}")
 
 
-assert BUFFERS == 2  # wait_full and wait_empty count in pairs
+assert BUFFERS == 2  # of what after() says

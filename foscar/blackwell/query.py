@@ -100,13 +100,12 @@ def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -
     work = schedule.start(args, Int32(0), 1, lane)
     lengths = schedule.lengths_of(args)
     request, head, tile, left = work.request, work.head, work.tile, work.left
-    item = Int32(0)
+    buffer, phase = Int32(0), Int32(0)  # of the item
     while left > 0:
         n = cutlass.min(left, schedule.tiles_of(lengths[request]) - tile)
-        buffer = item & 1
         item_rows = rows.of_item(args, request, head, cfg.options)
         pairs = [hopper_query._read(args, item_rows, warp + WARPS * j, lane, cfg) for j in range(cfg.heads // WARPS)]
-        pipeline.wait_empty(barriers, "q_empty", role, item)
+        pipeline.wait_empty(barriers, "q_empty", role, (buffer, phase))
         room = shared.query + buffer * cfg.query_bytes
         numbers = smem.reduction(cfg, shared, buffer)
         device.store_shared_where((warp == 0) & (lane == 0), numbers.tiles, n)
@@ -114,7 +113,7 @@ def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -
             _terms(pairs[j], warp + WARPS * j, lane, args, room, numbers.factors, cfg)
         cute.arch.fence_proxy("async.shared", space="cta")
         pipeline.arrive(barriers, "q_full", role, buffer, lane)
-        item = item + 1
+        buffer, phase = pipeline.after((buffer, phase))
         left = left - n
         tile = Int32(0)
         request, head = next_item(args, request, head)

@@ -1,12 +1,12 @@
 """Shared memory as a ledger: which bytes belong to whom, as byte addresses.
 
-- ``stages`` ring slots of ``stage_bytes``: the pages of one tile, record after record (load, read by unpack, softmax);
+- ``stages`` ring slots of ``stage_bytes``: the pages of one step, record after record (load, read by unpack, softmax);
 - Q^T, 2 x ``columns x head_dim`` e4m3, or as many e2m1 for each of three steps (query, B operands of Q K^T; rows:
   tcgen05.operand_row);
-- P^T, 2 x ``columns x TILE_TOKENS`` e4m3, likewise (softmax, B operand of P V);
-- token parameters, float32 ``[warp][value][32 tokens]`` (within each softmax warp);
-- 2 x float32 ``[head][warp]`` maxima, denominators and offsets (softmax to correct), ``[head]`` query factors,
-  and an item's number of tiles;
+- P^T, 2 x ``[tile]``, each ``columns x TILE_TOKENS`` e4m3, likewise (softmax, B operand of P V);
+- token parameters, float32 ``[warp][tile][value][32 tokens]`` (within each softmax warp);
+- 2 x float32 ``[tile][head][warp]`` maxima, ``[head][warp]`` denominators and offsets (softmax to correct), ``[head]``
+  query factors, and an item's number of tiles;
 - the barriers of pipeline.py and the word that tcgen05.alloc writes.
 """
 
@@ -16,16 +16,17 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8
+from cutlass import Float32, Int32, Int64, Uint8
 
+from ..common import device
 from . import pipeline
-from .config import BUFFERS, SHARED_BYTES, ConfigError, DecodeConfig
+from .config import BUFFERS, SHARED_BYTES, STEP_TILES, ConfigError, DecodeConfig
 from .pipeline import Barriers, edges
 
 
 @dataclass
 class Shared:
-    """Addresses (bytes, shared window). ``full`` and ``empty`` are the names that hopper/load.py knows."""
+    """Addresses (bytes, shared window)."""
 
     ring: Int32
     query: Int32
@@ -34,8 +35,6 @@ class Shared:
     reduce: Int32
     barriers: Barriers
     tensor: cute.Pointer  # where the address of tensor memory is
-    full: cute.Pointer
-    empty: cute.Pointer
 
 
 @dataclass
@@ -51,8 +50,20 @@ class Reduction:
 
 def reduction(cfg: DecodeConfig, shared: Shared, buffer) -> Reduction:
     base, part = shared.reduce + buffer * cfg.reduce_bytes, 16 * cfg.heads
-    factors = base + 3 * part
-    return Reduction(base, base + part, base + 2 * part, factors, factors + 8 * cfg.heads)
+    sums = base + STEP_TILES * part
+    factors = sums + 2 * part
+    return Reduction(base, sums, sums + part, factors, factors + 8 * cfg.heads)
+
+
+def probs_tile(cfg: DecodeConfig, buffer, tile: int):
+    """Offset of a tile's P^T."""
+    return (STEP_TILES * buffer + tile) * cfg.prob_bytes
+
+
+def joined(address, op) -> Float32:
+    """One number from the four warps' parts."""
+    four = device.load_shared(address, 4)
+    return device.tree(op, [four[i].bitcast(Float32) for i in range(4)])
 
 
 def allocate(cfg: DecodeConfig) -> Shared:
@@ -61,23 +72,13 @@ def allocate(cfg: DecodeConfig) -> Shared:
     def room(size: int, align: int = 128) -> Int32:
         return allocator.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=align).iterator.toint()
 
-    query, probs = room(BUFFERS * cfg.query_bytes, 1024), room(BUFFERS * cfg.prob_bytes, 1024)
+    query, probs = room(BUFFERS * cfg.query_bytes, 1024), room(probs_tile(cfg, BUFFERS, 0), 1024)
     ring, params = room(cfg.stages * cfg.stage_bytes), room(cfg.param_bytes)
     reduce = room(BUFFERS * cfg.reduce_bytes)
     pointer = allocator.allocate_array(Int64, sum(edge.depth for edge in edges(cfg.stages)))
     tensor = allocator.allocate_array(Int32, 1)
     barriers = Barriers(pointer, cfg.stages)
-    return Shared(
-        ring,
-        query,
-        probs,
-        params,
-        reduce,
-        barriers,
-        tensor,
-        pipeline.at(barriers, "full"),
-        pipeline.at(barriers, "empty"),
-    )
+    return Shared(ring, query, probs, params, reduce, barriers, tensor)
 
 
 def check(cfg: DecodeConfig, allocated: int) -> None:

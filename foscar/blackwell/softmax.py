@@ -13,10 +13,9 @@ from cutlass import Float32, Int32, Uint32
 
 from ..common import device, fold, schedule
 from ..hopper import softmax as parts
-from . import digits, lowfloat, packed, pipeline, smem, tcgen05
-from .config import TILE_TOKENS, DecodeConfig
+from . import digits, lowfloat, packed, pipeline, smem, tcgen05, walk
+from .config import STEP_TILES, STEP_TOKENS, TILE_TOKENS, DecodeConfig
 from .tmem import TensorLedger, lane_address
-from .walk import next_item
 
 PROB_LOG = 8.0
 PROB_TOP = 2.0**PROB_LOG  # P = 1 in the units of its two terms; e4m3 ends at 448
@@ -51,7 +50,8 @@ def probs_offsets(warp, lane) -> list:
 def probabilities(w: list, top: list, params, rooms: list, cfg: cutlass.Constexpr) -> list:
     """Folded scores to P^T; per head (tile maximum, sum of the numerators, their sum times V's bias) of the thread.
 
-    Both sums are in units of ``PROB_TOP``.  ``rooms``: shared addresses of the thread's first words, per term.
+    Both sums are in units of ``PROB_TOP``.  ``rooms``: shared addresses of the thread's first words, per term; a proxy
+    fence must follow before the tensor cores read them.
     """
     reciprocal, ratio = packed.pairs(params.v_reciprocal), packed.pairs(params.v_ratio)
     zero = packed.same(Float32(0.0))
@@ -69,18 +69,40 @@ def probabilities(w: list, top: list, params, rooms: list, cfg: cutlass.Constexp
         for room, word in zip(rooms, lowfloat.split(scaled), strict=True):
             device.store_shared(room + 8 * TILE_TOKENS * j, [word])
         sums.append((top[j], total.low + total.high, offset.low + offset.high))
-    cute.arch.fence_proxy("async.shared", space="cta")
     return sums
 
 
-def add_tile(m: cute.Tensor, l: cute.Tensor, b: cute.Tensor, sums: list) -> None:  # noqa: E741
-    """The thread's denominators and bias sums, in units of 2^m."""
-    for j, (top, total, offset) in enumerate(sums):
-        new_m = cute.arch.fmax(m[j], top)
-        old, new = device.exp2(m[j] - new_m), device.exp2(top - new_m)
+@cute.jit
+def step_maxima(w: list, room, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> list:
+    """``[tile][head]`` maxima of the thread's heads from ``w[tile][head][pair]``: over lanes by shuffles, over warps
+    through shared memory.
+
+    Holds one barrier of the softmax warps.
+    """
+    nh = cfg.heads_per_thread
+    mine = [device.tree(cute.arch.fmax, [x for p in row for x in (p.low, p.high)]) for tile in w for row in tile]
+    base, values, shared_bits = device.spread(cute.arch.fmax, mine, lane, (16, 8, 4))
+    here = (lane & shared_bits) == 0
+    for i in cutlass.range_constexpr(len(values)):
+        at = room.maxima + 16 * (lane % 4 + 4 * (base + i)) + 4 * warp
+        device.store_shared_where(here, at, values[i].bitcast(Uint32))
+    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=128)
+    top = [smem.joined(room.maxima + 16 * (lane % 4 + 4 * i), cute.arch.fmax) for i in range(STEP_TILES * nh)]
+    return [top[i * nh : (i + 1) * nh] for i in range(STEP_TILES)]
+
+
+def add_step(m: cute.Tensor, l: cute.Tensor, b: cute.Tensor, sums: list) -> None:  # noqa: E741
+    """The thread's denominators and bias sums, in units of 2^m, take in ``sums[tile][head]``."""
+    for j in range(len(sums[0])):
+        new_m = device.tree(cute.arch.fmax, [m[j], *(tile[j][0] for tile in sums)])
+        old = device.exp2(m[j] - new_m)
         m[j] = new_m
-        l[j] = device.fma(l[j], old, total * new)
-        b[j] = device.fma(b[j], old, offset * new)
+        denominator, offset = l[j] * old, b[j] * old
+        for tile in sums:
+            top, total, biases = tile[j]
+            new = device.exp2(top - new_m)
+            denominator, offset = device.fma(total, new, denominator), device.fma(biases, new, offset)
+        l[j], b[j] = denominator, offset
 
 
 @cute.jit
@@ -105,61 +127,80 @@ def load_factors(room, lane, cfg: DecodeConfig) -> tuple[list, list]:
 
 
 @cute.jit
+def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, slot: Int32, phase: Int32, use: tuple,
+          tokens: Int32, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """The tiles of one step.
+
+    Args:
+        state: (m, l, b).
+        query: (factor, q_sum) of the thread's heads.
+        places: shared addresses of the lane's pairs of K and V, of the warp's parameters and of P^T per term.
+        tokens: of the segment from this step on.
+    """
+    role, barriers, ledger = "softmax", shared.barriers, TensorLedger(cfg)
+    k_pair, v_pair, room, probs = places
+    tiles, part = range(STEP_TILES), cfg.param_bytes // (4 * STEP_TILES)
+    pipeline.wait(barriers, "full", role, slot, phase)
+    for i in cutlass.range_constexpr(STEP_TILES):
+        at = slot * cfg.stage_bytes + i * cfg.tile_bytes
+        valid = Int32(i * TILE_TOKENS + 32 * warp + lane < tokens)
+        parts.prepare_params(k_pair + at, v_pair + at, room + i * part + 4 * lane, valid, cfg)
+    pipeline.arrive(barriers, "empty", role, slot, lane)  # and the lanes see each other's parameters
+    params = [parts.load_params(room + i * part + 16 * (lane // 4), cfg) for i in tiles]
+    pipeline.wait_full(barriers, "s_full", role, use)
+    tcgen05.fence_after()
+    w = []
+    for i in cutlass.range_constexpr(STEP_TILES):
+        column = tensor + ledger.tile("s", use[0], i)
+        s = tcgen05.load_rows([lane_address(column, warp, half) for half in range(HALVES)], cfg.load_columns)
+        w.append(fold_scores(s, params[i], *query, cfg))
+    tcgen05.fence_before()
+    pipeline.wait_empty(barriers, "o_empty", role, use)
+    top = step_maxima(w, smem.reduction(cfg, shared, use[0]), warp, lane, cfg)
+    sums = [
+        probabilities(w[i], top[i], params[i], [p + smem.probs_tile(cfg, use[0], i) for p in probs], cfg) for i in tiles
+    ]
+    cute.arch.fence_proxy("async.shared", space="cta")
+    pipeline.arrive(barriers, "p_full", role, use[0], lane)
+    add_step(*state, sums)
+
+
+@cute.jit
 def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
     """Every tile of the CTA's range: warp ``w`` of 4."""
-    role, barriers, ledger, nh = "softmax", shared.barriers, TensorLedger(cfg), cfg.heads_per_thread
-    layout = cfg.layout
+    role, barriers, nh, layout = "softmax", shared.barriers, cfg.heads_per_thread, cfg.layout
     k_pair = shared.ring + parts.pair_offset(cfg, warp, lane, layout.k_params_offset)
     v_pair = shared.ring + parts.pair_offset(cfg, warp, lane, layout.v_params_offset)
-    room = shared.params + warp * (cfg.param_bytes // 4)
-    probs = [shared.probs + at for at in probs_offsets(warp, lane)]
+    probs = [shared.probs + x for x in probs_offsets(warp, lane)]
+    places = k_pair, v_pair, shared.params + warp * (cfg.param_bytes // 4), probs
     m, l, b = (cute.make_rmem_tensor((nh,), Float32) for _ in range(3))  # noqa: E741
     work = schedule.start(args, Int32(0), 1, lane)
     lengths = schedule.lengths_of(args)
     request, head, tile, left = work.request, work.head, work.tile, work.left
-    slot, phase, count, item = Int32(0), Int32(0), Int32(0), Int32(0)
+    slot, phase = Int32(0), Int32(0)
+    step, item = (Int32(0), Int32(0)), (Int32(0), Int32(0))  # (buffer, phase)
     while left > 0:
         length = lengths[request]
         n = cutlass.min(left, schedule.tiles_of(length) - tile)
-        tokens = length - tile * TILE_TOKENS
+        tokens = walk.tokens_of(length, tile, n)
         m.fill(parts.LOWEST)
         l.fill(0.0)
         b.fill(0.0)
         pipeline.wait_full(barriers, "q_full", role, item)
-        factor, q_sum = load_factors(smem.reduction(cfg, shared, item & 1), lane, cfg)
-        for _ in cutlass.range(n, unroll=1):
-            pipeline.wait(barriers, "full", role, slot, phase)
-            at = slot * cfg.stage_bytes
-            valid = Int32(32 * warp + lane < tokens)
-            parts.prepare_params(k_pair + at, v_pair + at, room + 4 * lane, valid, cfg)
-            pipeline.arrive(barriers, "empty", role, slot, lane)  # and the lanes see each other's parameters
-            params = parts.load_params(room + 16 * (lane // 4), cfg)
-            pipeline.wait_full(barriers, "s_full", role, count)
-            tcgen05.fence_after()
-            column = tensor + ledger.column("s", count & 1)
-            s = tcgen05.load_rows([lane_address(column, warp, i) for i in range(HALVES)], cfg.load_columns)
-            tcgen05.fence_before()
-            w = fold_scores(s, params, factor, q_sum, cfg)
-            pipeline.wait_empty(barriers, "o_empty", role, count)
-            reduce = smem.reduction(cfg, shared, count & 1)
-            top = parts.tile_maxima(
-                [[x for p in row for x in (p.low, p.high)] for row in w], reduce, warp, lane, BARRIER, cfg
-            )
-            rooms = [p + (count & 1) * cfg.prob_bytes for p in probs]
-            sums = probabilities(w, top, params, rooms, cfg)
-            pipeline.arrive(barriers, "p_full", role, count & 1, lane)
-            add_tile(m, l, b, sums)
-            tokens = tokens - TILE_TOKENS
-            count = count + 1
+        query = load_factors(smem.reduction(cfg, shared, item[0]), lane, cfg)
+        for _ in cutlass.range(walk.steps_of(n), unroll=1):
+            _step((m, l, b), query, shared, places, tensor, slot, phase, step, tokens, warp, lane, cfg)
+            tokens = tokens - STEP_TOKENS
+            step = pipeline.after(step)
             slot = slot + 1
             if slot == cfg.stages:
                 slot = Int32(0)
                 phase = phase ^ 1
-        pipeline.arrive(barriers, "q_empty", role, item & 1, lane)
+        pipeline.arrive(barriers, "q_empty", role, item[0], lane)
         pipeline.wait_empty(barriers, "sums_empty", role, item)
-        write_sums(l, b, smem.reduction(cfg, shared, item & 1), warp, lane, cfg)
-        pipeline.arrive(barriers, "sums_full", role, item & 1, lane)
-        item = item + 1
+        write_sums(l, b, smem.reduction(cfg, shared, item[0]), warp, lane, cfg)
+        pipeline.arrive(barriers, "sums_full", role, item[0], lane)
+        item = pipeline.after(item)
         left = left - n
         tile = Int32(0)
-        request, head = next_item(args, request, head)
+        request, head = walk.next_item(args, request, head)

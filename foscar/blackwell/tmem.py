@@ -10,14 +10,14 @@ O     columns             mma       float32 products of one tile, lane: channel,
 scale 4                   unpack    with K in e2m1, once: the scales of one step's operands, all alike (digits.py)
 ====  ==================  ========  ====================================================================
 
-There are CODE_BUFFERS of K and V, BUFFERS of S and O, and a scale room per step of digits.
+There are BUFFERS steps of K, V, S and O, each of STEP_TILES tiles, and a scale room per step of digits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import BUFFERS, CODE_BUFFERS, TENSOR_COLUMNS, TILE_TOKENS, ConfigError, DecodeConfig
+from .config import BUFFERS, STEP_TILES, TENSOR_COLUMNS, TILE_TOKENS, ConfigError, DecodeConfig
 
 SCALE_COLUMNS = 4  # of the scales of 128 rows: 32 a column
 
@@ -37,16 +37,20 @@ class TensorLedger:
 
     @property
     def buffers(self) -> dict[str, int]:
-        return {"k": CODE_BUFFERS, "v": CODE_BUFFERS, "s": BUFFERS, "o": BUFFERS, "scale": self.cfg.digit_steps}
+        return {**dict.fromkeys(("k", "v", "s", "o"), BUFFERS * STEP_TILES), "scale": self.cfg.digit_steps}
 
     def _size(self, room: str) -> int:
         return self.rooms[room] * self.buffers[room]
 
     def column(self, room: str, buffer):
-        """First column of a buffer (``buffer`` may be a run-time value)."""
+        """First column of a room's buffer (which may be a run-time value)."""
         names = list(self.rooms)
         before = sum(self._size(n) for n in names[: names.index(room)])
         return before + buffer * self.rooms[room]
+
+    def tile(self, room: str, buffer, tile: int):
+        """First column of a tile of a step's buffer."""
+        return self.column(room, STEP_TILES * buffer + tile)
 
     @property
     def used(self) -> int:

@@ -21,8 +21,8 @@ from cutlass import Float32, Int32, Uint32
 
 from ..common import device, schedule
 from ..hopper import pv, qk
-from . import digits, pipeline, tcgen05
-from .config import CODE_BUFFERS, DecodeConfig
+from . import digits, pipeline, tcgen05, walk
+from .config import BUFFERS, STEP_TILES, DecodeConfig
 from .tmem import SCALE_COLUMNS, TensorLedger, lane_address
 
 HALVES = 2  # of a warp's 32 lanes of tensor memory
@@ -102,35 +102,50 @@ def store_v(words: list, tensor: Int32, warp: Int32, cfg: cutlass.Constexpr) -> 
 
 
 @cute.jit
-def unpack_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
-    """Every tile of the CTA's range: warp ``w`` of 4; CODE_BUFFERS tiles a turn, so that buffers are constants."""
+def _step(shared, k_words: Int32, v_words: Int32, tensor: Int32, slot: Int32, phase: Int32, buffer: Int32,
+          empty: Int32, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """The tiles of one step; ``empty``: the phase in which their buffer is free."""
     role, barriers, ledger = "unpack", shared.barriers, TensorLedger(cfg)
-    tiles = schedule.start(args, Int32(0), 1, lane).left
+    pipeline.wait(barriers, "full", role, slot, phase)
+    tiles = []
+    for i in cutlass.range_constexpr(STEP_TILES):
+        at = slot * cfg.stage_bytes + i * cfg.tile_bytes
+        tiles.append((load_k(k_words + at, cfg), pv.load_words(v_words + at, cfg)))
+    pipeline.arrive(barriers, "empty", role, slot, lane)
+    pipeline.wait(barriers, "codes_empty", role, buffer, empty)
+    tcgen05.fence_after()
+    for i in cutlass.range_constexpr(STEP_TILES):
+        store_k(tiles[i][0], tensor + ledger.tile("k", buffer, i), warp, cfg)
+        store_v(tiles[i][1], tensor + ledger.tile("v", buffer, i), warp, cfg)
+    tcgen05.wait_stores()
+    tcgen05.fence_before()
+    pipeline.arrive(barriers, "codes_full", role, buffer, lane)
+
+
+@cute.jit
+def unpack_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
+    """Every tile of the CTA's range: warp ``w`` of 4."""
+    role, barriers = "unpack", shared.barriers
     k_words = shared.ring + qk.thread_offset(cfg, warp, lane)
     v_words = shared.ring + pv.thread_offset(cfg, warp, lane)
-    slot, phase = Int32(0), Int32(0)
+    work = schedule.start(args, Int32(0), 1, lane)
+    lengths = schedule.lengths_of(args)
+    request, head, tile, left = work.request, work.head, work.tile, work.left
+    slot, phase, buffer, empty = Int32(0), Int32(0), Int32(0), Int32(1)
     store_scales(tensor, warp, cfg)  # handed over with the first codes
-    for turn in cutlass.range((tiles + (CODE_BUFFERS - 1)) // CODE_BUFFERS, unroll=1):
-        for codes in cutlass.range_constexpr(CODE_BUFFERS):
-            if CODE_BUFFERS * turn + codes < tiles:
-                pipeline.wait(barriers, "full", role, slot, phase)
-                k = load_k(k_words + slot * cfg.stage_bytes, cfg)
-                v = pv.load_words(v_words + slot * cfg.stage_bytes, cfg)
-                pipeline.arrive(barriers, "empty", role, slot, lane)
-                pipeline.wait(barriers, "codes_empty", role, codes, (turn & 1) ^ 1)
-                tcgen05.fence_after()
-                store_k(k, tensor + ledger.column("k", codes), warp, cfg)
-                store_v(v, tensor + ledger.column("v", codes), warp, cfg)
-                tcgen05.wait_stores()
-                tcgen05.fence_before()
-                pipeline.arrive(barriers, "codes_full", role, codes, lane)
-                slot = slot + 1
-                wrap = Int32(slot == cfg.stages)
-                slot = slot - cfg.stages * wrap
-                phase = phase ^ wrap
-    # The CTA's memory must outlive the commits that nobody else waits for.
-    for back in cutlass.range_constexpr(1, CODE_BUFFERS + 1):
-        last = tiles - back
-        if last >= 0:
-            codes = last & (CODE_BUFFERS - 1)
-            pipeline.wait(barriers, "codes_empty", role, codes, (last // CODE_BUFFERS) & 1)
+    while left > 0:
+        n = cutlass.min(left, schedule.tiles_of(lengths[request]) - tile)
+        for _ in cutlass.range(walk.steps_of(n), unroll=1):
+            _step(shared, k_words, v_words, tensor, slot, phase, buffer, empty, warp, lane, cfg)
+            buffer, empty = pipeline.after((buffer, empty))
+            slot = slot + 1
+            if slot == cfg.stages:
+                slot = Int32(0)
+                phase = phase ^ 1
+        left = left - n
+        tile = Int32(0)
+        request, head = walk.next_item(args, request, head)
+    # The CTA's memory must outlive the commits that nobody else waits for; where there were none, the waits are over.
+    for _ in cutlass.range_constexpr(BUFFERS):
+        pipeline.wait(barriers, "codes_empty", role, buffer, empty)
+        buffer, empty = pipeline.after((buffer, empty))
