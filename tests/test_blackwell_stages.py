@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.blackwell import INT2, LAYOUTS, MIXED, name_of
+from support.blackwell import INT2, LAYOUTS, MIXED, V_CHANNEL, name_of
 from support.compare import assert_equal
 from support.runners import SCHEDULES
 
 from foscar.common import jit
 from foscar.common.pack import pack_record
 from foscar.common.quantize import Quantized, param_dtype
+from foscar.hopper import folds
 
 pytestmark = pytest.mark.skipif(jit.dsl_version() is None, reason="compiling the kernels needs nvidia-cutlass-dsl")
 TOKENS = 128
@@ -82,11 +83,12 @@ def probe(config, schedule: dict, seed: int = 0):
         for f in (config.format.k, config.format.v)
     )
     one = torch.ones(TOKENS, 1, 1).to(dtype)
-    tile = pack_record(config.layout, Quantized(k, one, one), Quantized(v, one, one)).flatten()
+    v_one = torch.ones(folds.v_side(config).units, 1, d).to(dtype) if folds.v_side(config).channel else one
+    tile = pack_record(config.layout, Quantized(k, one, one), Quantized(v, v_one, v_one)).flatten()
     q, q_operand = random_query(config, gen)
     p = torch.randint(0, 17, (config.columns, TOKENS), generator=gen).to(torch.float8_e4m3fn)
     words = [torch.full((TOKENS, n), -1, dtype=torch.int32) for n in (k_bytes(config) // 4, TOKENS // 4)]
-    sums = [torch.full((TOKENS, config.columns), torch.nan) for _ in range(2)]
+    sums = [torch.full((TOKENS, config.columns * n), torch.nan) for n in (1, folds.v_side(config).units)]
     artifact = jit.load_or_compile("blackwell_probe", ProbeConfig(config), "sm_100a", BUILDER)
     Launch(artifact.ptx, 1, artifact.block, [tile, q_operand, operand(p), *words, *sums], smem=artifact.smem,
            **schedule).run()  # fmt: skip
@@ -105,10 +107,12 @@ def check(config, schedule: dict, seed: int = 0) -> None:
     assert_equal(v_bytes[live].float(), v.T[channels[live]], ("lane", "token"))
     unit = 2.0**-9
     assert_equal(s, k[tokens] @ q.T, ("lane", "column"))
-    assert_equal(o[live], (v.T @ p.T * unit)[channels[live]], ("lane", "column"))
+    units = folds.v_side(config).units
+    parts = [a.T @ b.T for a, b in zip(v.chunk(units), p.chunk(units, 1), strict=True)]
+    assert_equal(o[live], (torch.cat(parts, 1) * unit)[channels[live]], ("lane", "column"))
 
 
-@pytest.mark.parametrize("config", [*LAYOUTS, *MIXED], ids=name_of)
+@pytest.mark.parametrize("config", [*LAYOUTS, *MIXED, *V_CHANNEL], ids=name_of)
 def test_every_format(config):
     check(config, {})
 

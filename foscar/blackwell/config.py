@@ -10,8 +10,9 @@ from functools import cached_property
 from typing import ClassVar
 
 from ..common.config import ConfigError, check_problem, check_tile_fields
-from ..common.formats import KVFormat, RecordLayout
+from ..common.formats import FormatError, KVFormat, RecordLayout
 from ..common.plan import PLAIN, KernelOptions
+from ..hopper import folds
 
 ARCHS = ("sm_100a", "sm_103a")
 TILE_TOKENS = 128  # M of Q K^T, the contraction of P V, and what has a maximum and is promoted to float32 alone
@@ -21,6 +22,7 @@ SHARED_BYTES = 227 * 1024  # of one CTA
 STATIC_BYTES = 1024 + 1024  # left to alignment and barriers
 TENSOR_COLUMNS = 512
 BUFFERS = 2  # of Q^T and sums; steps of P^T, accumulators and unpacked codes
+STEP_BYTES = 32  # of an operand's row that one tcgen05.mma takes: tokens of P V
 DIGIT_STEPS = 3  # operands of Q where K's codes are 4-bit operands: digits.py
 
 # Warps of a CTA, in order; groups of four begin at a multiple of four, because a warp reaches the 32 lanes of tensor
@@ -46,12 +48,29 @@ class TileConfig:
         check_tile_fields(self)
 
 
+def check_folds(config: DecodeConfig) -> None:
+    """Raise :class:`FormatError` where the format has groups that the kernel has no stages for."""
+    layout, v = config.layout, folds.v_side(config)
+    taken = (("K", config.format.k, layout.k_group, False), ("V", config.format.v, layout.v_group, v.channel))
+    for name, f, group, channel in taken:
+        if not channel and (f.axis == "channel" or group != config.head_dim):
+            raise FormatError(
+                f"the Blackwell kernel takes {name} quantized per token with one group of head_dim channels, "
+                f"not axis {f.axis!r} with groups of {group}"
+            )
+    if v.channel and v.unit < STEP_BYTES:
+        raise FormatError(
+            f"the Blackwell kernel takes V per channel in groups of 32 tokens or multiples of it, not {layout.v_group}"
+        )
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """One decode kernel.
 
     Args:
-        format: the cache's format; K and V per token with one group of head_dim channels.
+        format: the cache's format; K per token, V per token or per channel in groups of 32 tokens or multiples of it;
+            per token with one group of head_dim channels.
         head_dim: 64 or 128.
         page_size: tokens per page: 16, 32, 64 or 128.
         heads: query heads per KV head that the kernel has room for: 4, 8, 12 or 16.
@@ -69,7 +88,8 @@ class DecodeConfig:
     options: ClassVar[KernelOptions] = PLAIN  # what this kernel shares with Hopper's asks for them
 
     def __post_init__(self) -> None:
-        check_problem("Blackwell", self)
+        check_problem("Blackwell", self, folds=True)
+        check_folds(self)
         if not isinstance(self.tile, TileConfig):
             raise TypeError(f"tile must be a foscar.blackwell.config.TileConfig, not {type(self.tile).__name__}")
         self.check()
@@ -126,14 +146,21 @@ class DecodeConfig:
         return self.columns * TILE_TOKENS
 
     @property
+    def ring_readers(self) -> tuple[str, ...]:
+        """Roles that read parameters per channel from the ring."""
+        return ("correct",) if folds.v_side(self).channel else ()
+
+    @property
     def param_bytes(self) -> int:
-        """Five float32 per token of a step."""
-        return 4 * 5 * STEP_TOKENS
+        """float32 of the tokens of a step: five each where both sides are per token."""
+        return 4 * folds.token_values(self) * STEP_TOKENS
 
     @property
     def reduce_bytes(self) -> int:
-        """Of one buffer: per head maxima of each tile, sums, offsets of four warps, two query factors; the item's tiles."""
-        return 4 * self.heads * ((STEP_TILES + 2) * 4 + 2) + 16
+        """Of one buffer: per head maxima (with V per channel: and sums) of each tile, sums, offsets of four warps, two
+        query factors; the item's tiles."""
+        of_tiles = STEP_TILES * (2 if folds.v_side(self).channel else 1)
+        return 4 * self.heads * ((of_tiles + 2) * 4 + 2) + 16
 
     @property
     def workspace_bytes(self) -> int:
@@ -158,6 +185,9 @@ class DecodeConfig:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` with the arithmetic where the configuration does not fit the SM."""
+        from .tmem import TensorLedger  # it takes this module's constants
+
+        TensorLedger(self).check()
         if self.stages < 2 or self.shared_bytes > SHARED_BYTES:
             raise ConfigError(f"{self.describe()}: at least 2 stages and at most {SHARED_BYTES} B fit")
 

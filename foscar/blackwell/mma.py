@@ -12,21 +12,30 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..common import device, schedule
+from ..hopper import folds
 from . import digits, pipeline, smem, tcgen05, walk
-from .config import BUFFERS, STEP_TILES, TILE_TOKENS, DecodeConfig
+from .config import BUFFERS, STEP_BYTES, STEP_TILES, TILE_TOKENS, DecodeConfig
 from .tmem import TensorLedger
 
-STEP = 32  # bytes of an operand's row of one instruction: 32 elements in e4m3, 64 in e2m1
+STEP = STEP_BYTES  # 32 elements in e4m3, 64 in e2m1
 ROLE = "mma"
 
 
-def _products(d, a, b, row_bytes: int, cfg: DecodeConfig) -> None:
-    """All steps of one product, by one thread."""
+def _products(d, a, b, row_bytes: int, cfg: DecodeConfig, unit: int | None = None) -> None:
+    """All steps of one product, or of every ``unit`` bytes of the contraction index one product beside the other, by
+    one thread."""
     instruction = tcgen05.instruction_descriptor(TILE_TOKENS, cfg.columns)
     first = tcgen05.operand_descriptor(b)
     for step in range(row_bytes // STEP):
         descriptor = first + (STEP * step >> 4)
-        tcgen05.multiply(d, a + STEP // 4 * step, descriptor, row_bytes, instruction, step > 0)
+        number, at = divmod(STEP * step, unit or row_bytes)
+        target = d + cfg.columns * number if number else d
+        tcgen05.multiply(target, a + STEP // 4 * step, descriptor, row_bytes, instruction, at > 0)
+
+
+def _values_of(d, a, b, cfg: DecodeConfig) -> None:
+    """All of V^T P^T of a tile, unit by unit, by one thread."""
+    _products(d, a, b, TILE_TOKENS, cfg, folds.v_side(cfg).unit)
 
 
 def _scores_of(d, a, b, tensor, cfg: DecodeConfig) -> None:
@@ -64,7 +73,7 @@ def _values(shared, tensor: Int32, buffer: cutlass.Constexpr, phase: Int32, cfg:
     tcgen05.fence_after()
     for i in cutlass.range_constexpr(STEP_TILES):
         d, a = (tensor + ledger.tile(room, buffer, i) for room in ("o", "v"))
-        _products(d, a, shared.probs + smem.probs_tile(cfg, buffer, i), TILE_TOKENS, cfg)
+        _values_of(d, a, shared.probs + smem.probs_tile(cfg, buffer, i), cfg)
     tcgen05.commit(pipeline.source(barriers, "o_full", ROLE, buffer))
     tcgen05.commit(pipeline.source(barriers, "codes_empty", ROLE, buffer))
 

@@ -30,10 +30,11 @@ class Edge:
         return sum(ROLES[role] for role in self.sources) if self.by == "warps" else 1
 
 
-def edges(stages: int) -> tuple[Edge, ...]:
+def edges(stages: int, readers: tuple[str, ...] = ()) -> tuple[Edge, ...]:
+    """``readers``: more roles that read the ring (DecodeConfig.ring_readers)."""
     return (
-        Edge("full", ("load",), ("unpack", "softmax"), stages, "bytes"),  # pages in the ring
-        Edge("empty", ("unpack", "softmax"), ("load",), stages),  # codes and parameters read
+        Edge("full", ("load",), ("unpack", "softmax", *readers), stages, "bytes"),  # pages in the ring
+        Edge("empty", ("unpack", "softmax", *readers), ("load",), stages),  # codes and parameters read
         Edge("codes_full", ("unpack",), ("mma",)),  # K and V of a step in tensor memory
         Edge("codes_empty", ("mma",), ("unpack",), by="commit"),  # both products done
         Edge("q_full", ("query",), ("mma", "softmax")),  # Q^T and its factors, per item
@@ -50,11 +51,11 @@ def edges(stages: int) -> tuple[Edge, ...]:
 class Barriers:
     """The mbarriers of all edges from one address on, and which ends were seen while tracing."""
 
-    def __init__(self, pointer: cute.Pointer, stages: int):
+    def __init__(self, pointer: cute.Pointer, stages: int, readers: tuple[str, ...] = ()):
         self.pointer, self.table, self.first = pointer, {}, {}
         self.arrived, self.waited = set(), set()
         count = 0
-        for edge in edges(stages):
+        for edge in edges(stages, readers):
             self.table[edge.name], self.first[edge.name] = edge, count
             count += edge.depth
 

@@ -6,7 +6,7 @@
 - P^T, 2 x ``[tile]``, each ``columns x TILE_TOKENS`` e4m3, likewise (softmax, B operand of P V);
 - token parameters, float32 ``[warp][tile][value][32 tokens]`` (within each softmax warp);
 - 2 x float32 ``[tile][head][warp]`` maxima, ``[head][warp]`` denominators and offsets (softmax to correct), ``[head]``
-  query factors, and an item's number of tiles;
+  query factors, an item's number of tiles and, with V per channel, ``[tile][head][warp]`` sums of P;
 - the barriers of pipeline.py and the word that tcgen05.alloc writes.
 """
 
@@ -46,13 +46,15 @@ class Reduction:
     offsets: Int32
     factors: Int32
     tiles: Int32
+    tile_sums: Int32  # with V per channel only
 
 
 def reduction(cfg: DecodeConfig, shared: Shared, buffer) -> Reduction:
     base, part = shared.reduce + buffer * cfg.reduce_bytes, 16 * cfg.heads
     sums = base + STEP_TILES * part
     factors = sums + 2 * part
-    return Reduction(base, sums, sums + part, factors, factors + 8 * cfg.heads)
+    tiles = factors + 8 * cfg.heads
+    return Reduction(base, sums, sums + part, factors, tiles, tiles + 16)
 
 
 def probs_tile(cfg: DecodeConfig, buffer, tile: int):
@@ -75,9 +77,9 @@ def allocate(cfg: DecodeConfig) -> Shared:
     query, probs = room(BUFFERS * cfg.query_bytes, 1024), room(probs_tile(cfg, BUFFERS, 0), 1024)
     ring, params = room(cfg.stages * cfg.stage_bytes), room(cfg.param_bytes)
     reduce = room(BUFFERS * cfg.reduce_bytes)
-    pointer = allocator.allocate_array(Int64, sum(edge.depth for edge in edges(cfg.stages)))
+    pointer = allocator.allocate_array(Int64, sum(edge.depth for edge in edges(cfg.stages, cfg.ring_readers)))
     tensor = allocator.allocate_array(Int32, 1)
-    barriers = Barriers(pointer, cfg.stages)
+    barriers = Barriers(pointer, cfg.stages, cfg.ring_readers)
     return Shared(ring, query, probs, params, reduce, barriers, tensor)
 
 

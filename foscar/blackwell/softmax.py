@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from ..common import device, fold, schedule
+from ..hopper import folds
 from ..hopper import softmax as parts
 from . import digits, lowfloat, packed, pipeline, smem, tcgen05, walk
 from .config import STEP_TILES, STEP_TOKENS, TILE_TOKENS, DecodeConfig
@@ -24,9 +25,15 @@ BARRIER = 1  # of the four softmax warps
 
 
 @cute.jit
-def fold_scores(s: list, params, factor: list, q_sum: list, cfg: cutlass.Constexpr) -> list:
-    """``w[head][pair of tokens]`` from the scores of both halves of the lanes (register ``4 j + 2 term + rh``)."""
-    k_scale, k_bias, v_log = (packed.pairs(x) for x in (params.k_scale, params.k_bias, params.v_log))
+def fold_scores(s: list, params, factor: list, q_sum: list, cfg: cutlass.Constexpr, left=None) -> list:
+    """``w[head][pair of tokens]`` from the scores of both halves of the lanes (register ``4 j + 2 term + rh``).
+
+    ``left``: tokens that count, from the thread's first on; needed where V has parameters per channel.
+    """
+    v_log = params.v_log
+    if cutlass.const_expr(v_log is None):
+        v_log = [Float32(cutlass.select_(i < left, Float32(0.0), Float32(float("-inf")))) for i in range(2 * HALVES)]
+    k_scale, k_bias, v_log = (packed.pairs(x) for x in (params.k_scale, params.k_bias, v_log))
     w = []
     for j in cutlass.range_constexpr(cfg.heads_per_thread):
         row = []
@@ -50,10 +57,13 @@ def probs_offsets(warp, lane) -> list:
 def probabilities(w: list, top: list, params, rooms: list, cfg: cutlass.Constexpr) -> list:
     """Folded scores to P^T; per head (tile maximum, sum of the numerators, their sum times V's bias) of the thread.
 
-    Both sums are in units of ``PROB_TOP``.  ``rooms``: shared addresses of the thread's first words, per term; a proxy
-    fence must follow before the tensor cores read them.
+    Both sums are in units of ``PROB_TOP``; with V per channel P is what the first adds up, and the second is 0.
+    ``rooms``: shared addresses of the thread's first words, per term; a proxy fence must follow before the tensor cores
+    read them.
     """
-    reciprocal, ratio = packed.pairs(params.v_reciprocal), packed.pairs(params.v_ratio)
+    bare = folds.v_side(cfg).channel
+    if cutlass.const_expr(not bare):
+        reciprocal, ratio = packed.pairs(params.v_reciprocal), packed.pairs(params.v_ratio)
     zero = packed.same(Float32(0.0))
     sums = []
     for j in cutlass.range_constexpr(cfg.heads_per_thread):
@@ -63,8 +73,9 @@ def probabilities(w: list, top: list, params, rooms: list, cfg: cutlass.Constexp
         for i in cutlass.range_constexpr(HALVES):
             x = w[j][i] + packed.same(shift)
             p = packed.Pair(device.exp2(x.low), device.exp2(x.high))
-            total = packed.fma(p, reciprocal[i], total)
-            offset = fold.v_token_offset(offset, p, ratio[i], fma=packed.fma)
+            total = total + p if cutlass.const_expr(bare) else packed.fma(p, reciprocal[i], total)
+            if cutlass.const_expr(not bare):
+                offset = fold.v_token_offset(offset, p, ratio[i], fma=packed.fma)
             scaled += [p.low, p.high]
         for room, word in zip(rooms, lowfloat.split(scaled), strict=True):
             device.store_shared(room + 8 * TILE_TOKENS * j, [word])
@@ -89,6 +100,16 @@ def step_maxima(w: list, room, warp: Int32, lane: Int32, cfg: cutlass.Constexpr)
     cute.arch.barrier(barrier_id=BARRIER, number_of_threads=128)
     top = [smem.joined(room.maxima + 16 * (lane % 4 + 4 * i), cute.arch.fmax) for i in range(STEP_TILES * nh)]
     return [top[i * nh : (i + 1) * nh] for i in range(STEP_TILES)]
+
+
+@cute.jit
+def write_tile_sums(sums: list, room, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
+    """Each warp's sums of P of every tile, ``sums[tile][head]``, for the correct warps: V's units are whole warps'."""
+    mine = [row[1] for tile in sums for row in tile]
+    base, values, shared_bits = device.spread(device.add, mine, lane, (16, 8, 4))
+    for i in cutlass.range_constexpr(len(values)):
+        at = room.tile_sums + 16 * (lane % 4 + 4 * (base + i)) + 4 * warp
+        device.store_shared_where((lane & shared_bits) == 0, at, values[i].bitcast(Uint32))
 
 
 def add_step(m: cute.Tensor, l: cute.Tensor, b: cute.Tensor, sums: list) -> None:  # noqa: E741
@@ -153,13 +174,16 @@ def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, slot
     for i in cutlass.range_constexpr(STEP_TILES):
         column = tensor + ledger.tile("s", use[0], i)
         s = tcgen05.load_rows([lane_address(column, warp, half) for half in range(HALVES)], cfg.load_columns)
-        w.append(fold_scores(s, params[i], *query, cfg))
+        left = tokens - (i * TILE_TOKENS + 32 * warp + 4 * (lane // 4)) if folds.v_side(cfg).channel else None
+        w.append(fold_scores(s, params[i], *query, cfg, left))
     tcgen05.fence_before()
     pipeline.wait_empty(barriers, "o_empty", role, use)
     top = step_maxima(w, smem.reduction(cfg, shared, use[0]), warp, lane, cfg)
     sums = [
         probabilities(w[i], top[i], params[i], [p + smem.probs_tile(cfg, use[0], i) for p in probs], cfg) for i in tiles
     ]
+    if cutlass.const_expr(folds.v_side(cfg).channel):
+        write_tile_sums(sums, smem.reduction(cfg, shared, use[0]), warp, lane, cfg)
     cute.arch.fence_proxy("async.shared", space="cta")
     pipeline.arrive(barriers, "p_full", role, use[0], lane)
     add_step(*state, sums)

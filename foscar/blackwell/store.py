@@ -11,12 +11,19 @@ from cutlass import Float32, Int32
 
 from ..common import device, rows
 from ..common.schedule import Work
+from ..hopper import folds
 from ..hopper.store import write_head
 from . import lowfloat, unpack
+from .config import DecodeConfig
 from .softmax import PROB_LOG
 
 # l, b and O are in units of PROB_TOP, O times 2^-9 besides (a code's byte as e4m3).
 UNIT = 2.0**lowfloat.CODE_SHIFT
+
+
+def _output(o, factor, b, cfg: DecodeConfig):
+    """Before the division by the denominator; with V per channel its scale and bias are in O (correct.py)."""
+    return o if folds.v_side(cfg).channel else device.fma(o, factor * Float32(UNIT), b)
 
 
 @cute.jit
@@ -31,7 +38,7 @@ def finish(args, state: tuple, work: Work, whole, warp: Int32, lane: Int32, cfg:
         if index < args.group:
             # l = 0 is an empty request: zeros and -inf.  A NaN stays one.
             inverse = cutlass.select_(l[j] == Float32(0.0), Float32(0.0), Float32(1.0) / l[j])
-            out = [device.fma(o[j * blocks + r], factors[r] * Float32(UNIT), b[j]) * inverse for r in range(blocks)]
+            out = [_output(o[j * blocks + r], factors[r], b[j], cfg) * inverse for r in range(blocks)]
             write_head(
                 args, work, item, whole, index, out, m[j] + (device.log2(l[j]) - Float32(PROB_LOG)), warp, lane, cfg
             )

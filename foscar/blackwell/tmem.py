@@ -6,7 +6,8 @@ room  columns             written   what
 K     head_dim / 4 or / 8 unpack    e4m3 codes, four channels a column, or e2m1, eight; lane: token (unpack.py)
 V     TILE_TOKENS / 4     unpack    e4m3 codes, four tokens a column; lane: channel
 S     columns             mma       float32 scores, lane: token, column of head and term: tcgen05.operand_row
-O     columns             mma       float32 products of one tile, lane: channel, columns likewise
+O     columns x units     mma       float32 products of one tile, lane: channel, columns likewise; with V per channel
+                                    of each unit (hopper/folds.py)
 scale 4                   unpack    with K in e2m1, once: the scales of one step's operands, all alike (digits.py)
 ====  ==================  ========  ====================================================================
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..hopper import folds
 from .config import BUFFERS, STEP_TILES, TENSOR_COLUMNS, TILE_TOKENS, ConfigError, DecodeConfig
 
 SCALE_COLUMNS = 4  # of the scales of 128 rows: 32 a column
@@ -33,7 +35,8 @@ class TensorLedger:
         """Columns of one buffer."""
         c = self.cfg
         k = c.head_dim // (8 if c.digit_steps else 4)
-        return {"k": k, "v": TILE_TOKENS // 4, "s": c.columns, "o": c.columns, "scale": SCALE_COLUMNS}
+        o = c.columns * folds.v_side(c).units
+        return {"k": k, "v": TILE_TOKENS // 4, "s": c.columns, "o": o, "scale": SCALE_COLUMNS}
 
     @property
     def buffers(self) -> dict[str, int]:
@@ -64,7 +67,9 @@ class TensorLedger:
     def check(self) -> None:
         if self.allocated > TENSOR_COLUMNS:
             raise ConfigError(
-                f"tensor memory: {self.rooms} columns, {self.buffers} of them: {self.used} of {TENSOR_COLUMNS}"
+                f"the Blackwell kernel has {TENSOR_COLUMNS} columns of tensor memory; {self.cfg.format.name} with "
+                f"{self.cfg.heads} heads and head_dim {self.cfg.head_dim} takes {self.used}: {self.rooms} columns, "
+                f"{self.buffers} of them; larger token groups or fewer heads fit"
             )
 
 

@@ -80,7 +80,7 @@ def probe_kernel(tile: Int64, query: Int64, probs: Int64, k_out: Int64, v_out: I
     if warp == 0:
         with cute.arch.elect_one():
             mma._scores_of(rooms["s"], rooms["k"], shared.query, tensor, cfg)
-            mma._products(rooms["o"], rooms["v"], shared.probs, TILE_TOKENS, cfg)
+            mma._values_of(rooms["o"], rooms["v"], shared.probs, cfg)
             tcgen05.commit(pipeline.at(shared.barriers, "o_full"))
     cute.arch.mbarrier_wait(pipeline.at(shared.barriers, "o_full"), 0)
     tcgen05.fence_after()
