@@ -19,7 +19,7 @@ from .tmem import TensorLedger, lane_address
 
 
 def load_pairs(base, tokens, warp, cfg: DecodeConfig) -> list:
-    """``[tile][unit][half]`` (scale, bias), packed pairs of the thread's row blocks, of a V with parameters per channel.
+    """``[tile][unit][half]`` (scale, bias), packed pairs of row blocks, of a V with parameters per channel.
 
     The scale takes codes from the units of the product: V's position factors and 2^-9 are in it.
 
@@ -126,9 +126,7 @@ def correct_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
             columns = [
                 tensor + ledger.tile("o", step[0], i) + cfg.columns * u for i in range(STEP_TILES) for u in range(units)
             ]
-            d = tcgen05.load_rows(
-                [lane_address(c, warp, i) for c in columns for i in range(halves)], cfg.load_columns
-            )
+            d = tcgen05.load_rows([lane_address(c, warp, i) for c in columns for i in range(halves)], cfg.load_columns)
             tcgen05.fence_before()
             pipeline.arrive(barriers, "o_empty", role, step[0], lane)
             each = units * halves
