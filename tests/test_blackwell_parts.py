@@ -15,9 +15,9 @@ from foscar import api
 from foscar.blackwell import config as config_module
 from foscar.blackwell.config import (
     BUFFERS,
-    CODE_BUFFERS,
     ROLES,
     SHARED_BYTES,
+    STEP_TILES,
     ConfigError,
     DecodeConfig,
     TileConfig,
@@ -39,8 +39,9 @@ def test_every_default_config_fits(c):
     assert c.columns % 16 == 0 and c.columns >= 2 * c.heads
     ledger = TensorLedger(c)
     ledger.check()
-    buffers = {"k": CODE_BUFFERS, "v": CODE_BUFFERS, "s": BUFFERS, "o": BUFFERS, "scale": 3 if c.format.k.bits == 2 else 0}
-    assert ledger.buffers == buffers
+    tiles = dict.fromkeys(("k", "v", "s", "o"), BUFFERS * STEP_TILES)
+    assert ledger.buffers == {**tiles, "scale": 3 if c.format.k.bits == 2 else 0}
+    assert ledger.tile("v", 1, 1) == ledger.column("v", 0) + 3 * ledger.rooms["v"]
     assert ledger.allocated in (32, 64, 128, 256, 512)
     taken = [
         range(first, first + columns)
@@ -54,7 +55,7 @@ def test_every_default_config_fits(c):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match=r"60 stages x 9216 B .* = \d+ B: at least 2 stages"):
+    with pytest.raises(ConfigError, match=r"60 stages x 18432 B .* = \d+ B: at least 2 stages"):
         config(2, 2, 128, 64, 4, "bfloat16", kv_stages=60)
     with pytest.raises(ConfigError, match="1 stages"):
         config(2, 2, 128, 64, 4, "bfloat16", kv_stages=1)

@@ -60,7 +60,7 @@ def probe_kernel(tile: Int64, query: Int64, probs: Int64, k_out: Int64, v_out: I
         cute.arch.relinquish_tmem_alloc_permit()
     if thread == 0:
         pipeline.init(shared.barriers)
-    _to_shared(tile, shared.ring, cfg.stage_bytes, thread)
+    _to_shared(tile, shared.ring, cfg.tile_bytes, thread)
     _to_shared(query, shared.query, cfg.query_bytes, thread)
     _to_shared(probs, shared.probs, cfg.prob_bytes, thread)
     cute.arch.fence_proxy("async.shared", space="cta")
