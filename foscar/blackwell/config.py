@@ -50,18 +50,15 @@ class TileConfig:
 
 def check_folds(config: DecodeConfig) -> None:
     """Raise :class:`FormatError` where the format has groups that the kernel has no stages for."""
-    layout, v = config.layout, folds.v_side(config)
-    taken = (("K", config.format.k, layout.k_group, False), ("V", config.format.v, layout.v_group, v.channel))
-    for name, f, group, channel in taken:
-        if not channel and (f.axis == "channel" or group != config.head_dim):
+    for name in ("k", "v"):
+        f, group = getattr(config.format, name), getattr(config.layout, f"{name}_group")
+        what = f"the Blackwell kernel takes {name.upper()}"
+        if f.axis == "channel" and group % STEP_BYTES:
+            raise FormatError(f"{what} per channel in groups of {STEP_BYTES} tokens or multiples of it, not {group}")
+        if f.axis == "token" and group != config.head_dim:
             raise FormatError(
-                f"the Blackwell kernel takes {name} quantized per token with one group of head_dim channels, "
-                f"not axis {f.axis!r} with groups of {group}"
+                f"{what} quantized per token with one group of head_dim channels, not axis 'token' with groups of {group}"
             )
-    if v.channel and v.unit < STEP_BYTES:
-        raise FormatError(
-            f"the Blackwell kernel takes V per channel in groups of 32 tokens or multiples of it, not {layout.v_group}"
-        )
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,8 @@ class DecodeConfig:
     """One decode kernel.
 
     Args:
-        format: the cache's format; K per token, V per token or per channel in groups of 32 tokens or multiples of it;
-            per token with one group of head_dim channels.
+        format: the cache's format; per token with one group of head_dim channels, per channel with groups of 32 tokens
+            or multiples of it.
         head_dim: 64 or 128.
         page_size: tokens per page: 16, 32, 64 or 128.
         heads: query heads per KV head that the kernel has room for: 4, 8, 12 or 16.
@@ -137,7 +134,14 @@ class DecodeConfig:
         return DIGIT_STEPS if self.format.k.bits == 2 else 0
 
     @property
+    def query_operands(self) -> int:
+        """Q^T of one buffer: of an item, or with K per channel of every unit of a step."""
+        k = folds.k_side(self)
+        return STEP_TILES * k.units if k.channel else 1
+
+    @property
     def query_bytes(self) -> int:
+        """Of one."""
         return self.columns * self.head_dim * (self.digit_steps or 2) // 2
 
     @property
@@ -148,25 +152,25 @@ class DecodeConfig:
     @property
     def ring_readers(self) -> tuple[str, ...]:
         """Roles that read parameters per channel from the ring."""
-        return ("correct",) if folds.v_side(self).channel else ()
+        return ("query",) * folds.k_side(self).channel + ("correct",) * folds.v_side(self).channel
 
     @property
     def param_bytes(self) -> int:
-        """float32 of the tokens of a step: five each where both sides are per token."""
-        return 4 * folds.token_values(self) * STEP_TOKENS
+        """float32 of the tokens of a step: five each where both sides are per token, at least one."""
+        return 4 * max(1, folds.token_values(self)) * STEP_TOKENS
 
     @property
     def reduce_bytes(self) -> int:
         """Of one buffer: per head maxima (with V per channel: and sums) of each tile, sums, offsets of four warps, two
-        query factors; the item's tiles."""
+        numbers of every query; the item's tiles."""
         of_tiles = STEP_TILES * (2 if folds.v_side(self).channel else 1)
-        return 4 * self.heads * ((of_tiles + 2) * 4 + 2) + 16
+        return 4 * self.heads * ((of_tiles + 2) * 4 + 2 * self.query_operands) + 16
 
     @property
     def workspace_bytes(self) -> int:
         """Shared memory besides the stages."""
         probs = STEP_TILES * self.prob_bytes
-        return BUFFERS * (self.query_bytes + probs + self.reduce_bytes) + self.param_bytes
+        return BUFFERS * (self.query_operands * self.query_bytes + probs + self.reduce_bytes) + self.param_bytes
 
     @cached_property
     def stages(self) -> int:

@@ -34,8 +34,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from ..hopper import folds
 from ..hopper.kernel import Args
-from . import correct, load, mma, pipeline, query, smem, softmax, unpack
+from . import channel_query, correct, load, mma, pipeline, query, smem, softmax, unpack
 from .config import first_warp
 from .tmem import TensorLedger
 
@@ -48,7 +49,8 @@ def _roles(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cutlass.C
     elif warp == first_warp("mma"):
         mma.mma_warp(args, shared, tensor, lane, cfg)
     elif warp < first_warp("unpack"):
-        query.query_warp(args, shared, warp - first_warp("query"), lane, cfg)
+        stage = channel_query if cutlass.const_expr(folds.k_side(cfg).channel) else query
+        stage.query_warp(args, shared, warp - first_warp("query"), lane, cfg)
     elif warp < first_warp("softmax"):
         unpack.unpack_warp(args, shared, tensor, warp - first_warp("unpack"), lane, cfg)
     elif warp < first_warp("correct"):

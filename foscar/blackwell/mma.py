@@ -13,7 +13,7 @@ from cutlass import Int32
 
 from ..common import device, schedule
 from ..hopper import folds
-from . import digits, pipeline, smem, tcgen05, walk
+from . import channel_query, digits, pipeline, smem, tcgen05, walk
 from .config import BUFFERS, STEP_BYTES, STEP_TILES, TILE_TOKENS, DecodeConfig
 from .tmem import TensorLedger
 
@@ -62,7 +62,10 @@ def _scores(shared, tensor: Int32, buffer: cutlass.Constexpr, phase: Int32, quer
     tcgen05.fence_after()
     for i in cutlass.range_constexpr(STEP_TILES):
         d, a = (tensor + ledger.tile(room, buffer, i) for room in ("s", "k"))
-        _scores_of(d, a, shared.query + query * cfg.query_bytes, tensor, cfg)
+        for unit in cutlass.range_constexpr(folds.k_side(cfg).units):
+            number = channel_query.unit_number(cfg, i, unit) if folds.k_side(cfg).channel else 0
+            operand = shared.query + smem.query_operand(cfg, query, number)
+            _scores_of(d + cfg.columns * unit if unit else d, a, operand, tensor, cfg)
     tcgen05.commit(pipeline.source(barriers, "s_full", ROLE, buffer))
 
 
@@ -78,21 +81,32 @@ def _values(shared, tensor: Int32, buffer: cutlass.Constexpr, phase: Int32, cfg:
     tcgen05.commit(pipeline.source(barriers, "codes_empty", ROLE, buffer))
 
 
+def _await_query(shared, buffer, phase, cfg: DecodeConfig) -> Int32:
+    """The item's tiles; that Q^T is free again, the softmax says, which waits for the scores."""
+    pipeline.wait_full(shared.barriers, "q_full", ROLE, (buffer, phase))
+    n = Int32(device.load_shared(smem.reduction(cfg, shared, buffer).tiles, 1)[0])
+    cute.arch.mbarrier_arrive(pipeline.source(shared.barriers, "q_empty", ROLE, buffer))
+    return n
+
+
 @cute.jit
 def _walk(shared, tensor: Int32, left: Int32, cfg: cutlass.Constexpr) -> None:
     """By one thread: every step of the CTA's ``left`` tiles; what item they belong to, the query warps say."""
-    barriers = shared.barriers
     query, q_phase = Int32(1), Int32(1)  # of the item at hand: before the first
     rest, before, phase = Int32(0), Int32(0), Int32(0)  # steps of the item not issued; whether one is half done
     while rest + left + before > 0:
         for buffer in cutlass.range_constexpr(BUFFERS):
             more = rest + left
             if more > 0:
-                if rest == 0:
+                if cutlass.const_expr(folds.k_side(cfg).channel):  # a query of every step
                     query, q_phase = pipeline.after((query, q_phase))
-                    pipeline.wait_full(barriers, "q_full", ROLE, (query, q_phase))
-                    n = Int32(device.load_shared(smem.reduction(cfg, shared, query).tiles, 1)[0])
-                    cute.arch.mbarrier_arrive(pipeline.source(barriers, "q_empty", ROLE, query))
+                    n = _await_query(shared, query, q_phase, cfg)
+                    if rest == 0:
+                        rest = walk.steps_of(n)
+                        left = left - n
+                elif rest == 0:
+                    query, q_phase = pipeline.after((query, q_phase))
+                    n = _await_query(shared, query, q_phase, cfg)
                     rest = walk.steps_of(n)
                     left = left - n
                 rest = rest - 1

@@ -76,16 +76,26 @@ def _store_bytes(address, word, count: int) -> None:
         device.store_shared(address, [word])
 
 
+def store_rounded(x: list, index, lane, room, cfg: DecodeConfig) -> tuple[Float32, Float32, Float32]:
+    """A head, ``x`` its channels of this lane, by one warp to the operand at ``room``.
+
+    Returns:
+        (its largest element, 2^UNIT / r, the sum of the lane's rounded elements in units of the operand).
+    """
+    top = device.butterfly(device.max_nan, device.tree(device.max_nan, [device.absolute(v) for v in x]), LANES)
+    up, down = _power_of_two(top, cfg)
+    store = _store_digits if cfg.digit_steps else _store_terms
+    return top, down, store([v * up for v in x], index, lane, room, cfg)
+
+
 @cute.jit
 def _terms(pairs: cute.Tensor, index: Int32, lane: Int32, args, room: Int32, factors: Int32,
            cfg: cutlass.Constexpr) -> None:  # fmt: skip
     """Round one head by one warp and store its terms and the two numbers."""
     per_lane = cfg.head_dim // 32
     x = [v for i in range(per_lane // 2) for v in device.unpack_halves(pairs[i], cfg.q_dtype)]
-    top = device.butterfly(device.max_nan, device.tree(device.max_nan, [device.absolute(v) for v in x]), LANES)
-    up, down = _power_of_two(top, cfg)
-    store, unit = (_store_digits, digits.UNIT) if cfg.digit_steps else (_store_terms, lowfloat.CODE_SHIFT)
-    total = store([v * up for v in x], index, lane, room, cfg)
+    top, down, total = store_rounded(x, index, lane, room, cfg)
+    unit = digits.UNIT if cfg.digit_steps else lowfloat.CODE_SHIFT
     q_sum = device.butterfly(device.add, total * Float32(2.0**-unit), LANES)
     if lane == 0:
         # A query with an infinity or a NaN must not become finite: the difference is then NaN.
@@ -106,7 +116,7 @@ def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -
         item_rows = rows.of_item(args, request, head, cfg.options)
         pairs = [hopper_query._read(args, item_rows, warp + WARPS * j, lane, cfg) for j in range(cfg.heads // WARPS)]
         pipeline.wait_empty(barriers, "q_empty", role, (buffer, phase))
-        room = shared.query + buffer * cfg.query_bytes
+        room = shared.query + smem.query_operand(cfg, buffer)
         numbers = smem.reduction(cfg, shared, buffer)
         device.store_shared_where((warp == 0) & (lane == 0), numbers.tiles, n)
         for j in cutlass.range_constexpr(cfg.heads // WARPS):

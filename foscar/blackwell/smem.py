@@ -53,8 +53,13 @@ def reduction(cfg: DecodeConfig, shared: Shared, buffer) -> Reduction:
     base, part = shared.reduce + buffer * cfg.reduce_bytes, 16 * cfg.heads
     sums = base + STEP_TILES * part
     factors = sums + 2 * part
-    tiles = factors + 8 * cfg.heads
+    tiles = factors + 8 * cfg.heads * cfg.query_operands
     return Reduction(base, sums, sums + part, factors, tiles, tiles + 16)
+
+
+def query_operand(cfg: DecodeConfig, buffer, number=0):
+    """Offset of Q^T, with K per channel of a unit of the step (channel_query.py)."""
+    return (buffer * cfg.query_operands + number) * cfg.query_bytes
 
 
 def probs_tile(cfg: DecodeConfig, buffer, tile: int):
@@ -74,7 +79,7 @@ def allocate(cfg: DecodeConfig) -> Shared:
     def room(size: int, align: int = 128) -> Int32:
         return allocator.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=align).iterator.toint()
 
-    query, probs = room(BUFFERS * cfg.query_bytes, 1024), room(probs_tile(cfg, BUFFERS, 0), 1024)
+    query, probs = room(query_operand(cfg, BUFFERS), 1024), room(probs_tile(cfg, BUFFERS, 0), 1024)
     ring, params = room(cfg.stages * cfg.stage_bytes), room(cfg.param_bytes)
     reduce = room(BUFFERS * cfg.reduce_bytes)
     pointer = allocator.allocate_array(Int64, sum(edge.depth for edge in edges(cfg.stages, cfg.ring_readers)))

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Uint32
 from ..common import device, fold, schedule
 from ..hopper import folds
 from ..hopper import softmax as parts
-from . import digits, lowfloat, packed, pipeline, smem, tcgen05, walk
+from . import channel_query, digits, lowfloat, packed, pipeline, smem, tcgen05, walk
 from .config import STEP_TILES, STEP_TOKENS, TILE_TOKENS, DecodeConfig
 from .tmem import TensorLedger, lane_address
 
@@ -28,12 +28,14 @@ BARRIER = 1  # of the four softmax warps
 def fold_scores(s: list, params, factor: list, q_sum: list, cfg: cutlass.Constexpr, left=None) -> list:
     """``w[head][pair of tokens]`` from the scores of both halves of the lanes (register ``4 j + 2 term + rh``).
 
-    ``left``: tokens that count, from the thread's first on; needed where V has parameters per channel.
+    ``left``: tokens that count, from the thread's first on; needed where V has parameters per channel.  With K per
+    channel ``factor`` and ``q_sum`` are those of channel_query.py.
     """
     v_log = params.v_log
     if cutlass.const_expr(v_log is None):
         v_log = [Float32(cutlass.select_(i < left, Float32(0.0), Float32(float("-inf")))) for i in range(2 * HALVES)]
-    k_scale, k_bias, v_log = (packed.pairs(x) for x in (params.k_scale, params.k_bias, v_log))
+    v_log, channel = packed.pairs(v_log), folds.k_side(cfg).channel
+    k_scale, k_bias = ([], []) if channel else (packed.pairs(x) for x in (params.k_scale, params.k_bias))
     w = []
     for j in cutlass.range_constexpr(cfg.heads_per_thread):
         row = []
@@ -41,8 +43,11 @@ def fold_scores(s: list, params, factor: list, q_sum: list, cfg: cutlass.Constex
             terms = [x.bitcast(Float32) for x in s[i][4 * j : 4 * j + 4]]
             first, second = packed.pairs(terms)
             raw = packed.fma(second, packed.same(Float32(digits.SECOND)), first) if cfg.digit_steps else first + second
-            z = fold.k_token_score(raw, packed.same(q_sum[j]), k_scale[i], k_bias[i], fma=packed.fma)
-            row.append(packed.fma(z, packed.same(factor[j]), v_log[i]))
+            if cutlass.const_expr(channel):
+                row.append(packed.fma(raw, packed.same(factor[j]), packed.same(q_sum[j])) + v_log[i])
+            else:
+                z = fold.k_token_score(raw, packed.same(q_sum[j]), k_scale[i], k_bias[i], fma=packed.fma)
+                row.append(packed.fma(z, packed.same(factor[j]), v_log[i]))
         w.append(row)
     return w
 
@@ -137,11 +142,11 @@ def write_sums(l: cute.Tensor, b: cute.Tensor, room, warp: Int32, lane: Int32, c
         device.store_shared_where(lane < 4, room.offsets + at, offset.bitcast(Uint32))
 
 
-def load_factors(room, lane, cfg: DecodeConfig) -> tuple[list, list]:
-    """(factor, q_sum) of the thread's heads."""
+def load_factors(room, lane, cfg: DecodeConfig, number=0) -> tuple[list, list]:
+    """(factor, q_sum) of the thread's heads; ``number``: channel_query.unit_number."""
     factor, q_sum = [], []
     for j in range(cfg.heads_per_thread):
-        pair = device.load_shared(room.factors + 8 * (lane % 4 + 4 * j), 2)
+        pair = device.load_shared(room.factors + 8 * (cfg.heads * number + lane % 4 + 4 * j), 2)
         factor.append(pair[0].bitcast(Float32))
         q_sum.append(pair[1].bitcast(Float32))
     return factor, q_sum
@@ -154,7 +159,7 @@ def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, slot
 
     Args:
         state: (m, l, b).
-        query: (factor, q_sum) of the thread's heads.
+        query: (factor, q_sum) of the thread's heads; with K per channel they are the step's.
         places: shared addresses of the lane's pairs of K and V, of the warp's parameters and of P^T per term.
         tokens: of the segment from this step on.
     """
@@ -170,12 +175,20 @@ def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, slot
     params = [parts.load_params(room + i * part + 16 * (lane // 4), cfg) for i in tiles]
     pipeline.wait_full(barriers, "s_full", role, use)
     tcgen05.fence_after()
+    queries, unit = [query] * STEP_TILES, warp // (4 // folds.k_side(cfg).units)
+    if cutlass.const_expr(folds.k_side(cfg).channel):
+        pipeline.wait_full(barriers, "q_full", role, use)
+        numbers = smem.reduction(cfg, shared, use[0])
+        queries = [load_factors(numbers, lane, cfg, channel_query.unit_number(cfg, i, unit)) for i in tiles]
+        pipeline.arrive(barriers, "q_empty", role, use[0], lane)  # the scores are there: so is Q^T free
     w = []
     for i in cutlass.range_constexpr(STEP_TILES):
         column = tensor + ledger.tile("s", use[0], i)
+        if cutlass.const_expr(folds.k_side(cfg).units > 1):
+            column = column + cfg.columns * unit
         s = tcgen05.load_rows([lane_address(column, warp, half) for half in range(HALVES)], cfg.load_columns)
         left = tokens - (i * TILE_TOKENS + 32 * warp + 4 * (lane // 4)) if folds.v_side(cfg).channel else None
-        w.append(fold_scores(s, params[i], *query, cfg, left))
+        w.append(fold_scores(s, params[i], *queries[i], cfg, left))
     tcgen05.fence_before()
     pipeline.wait_empty(barriers, "o_empty", role, use)
     top = step_maxima(w, smem.reduction(cfg, shared, use[0]), warp, lane, cfg)
@@ -210,8 +223,10 @@ def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
         m.fill(parts.LOWEST)
         l.fill(0.0)
         b.fill(0.0)
-        pipeline.wait_full(barriers, "q_full", role, item)
-        query = load_factors(smem.reduction(cfg, shared, item[0]), lane, cfg)
+        query = None
+        if cutlass.const_expr(not folds.k_side(cfg).channel):
+            pipeline.wait_full(barriers, "q_full", role, item)
+            query = load_factors(smem.reduction(cfg, shared, item[0]), lane, cfg)
         for _ in cutlass.range(walk.steps_of(n), unroll=1):
             _step((m, l, b), query, shared, places, tensor, slot, phase, step, tokens, warp, lane, cfg)
             tokens = tokens - STEP_TOKENS
@@ -220,7 +235,8 @@ def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
             if slot == cfg.stages:
                 slot = Int32(0)
                 phase = phase ^ 1
-        pipeline.arrive(barriers, "q_empty", role, item[0], lane)
+        if cutlass.const_expr(not folds.k_side(cfg).channel):
+            pipeline.arrive(barriers, "q_empty", role, item[0], lane)
         pipeline.wait_empty(barriers, "sums_empty", role, item)
         write_sums(l, b, smem.reduction(cfg, shared, item[0]), warp, lane, cfg)
         pipeline.arrive(barriers, "sums_full", role, item[0], lane)

@@ -5,7 +5,8 @@ room  columns             written   what
 ====  ==================  ========  ====================================================================
 K     head_dim / 4 or / 8 unpack    e4m3 codes, four channels a column, or e2m1, eight; lane: token (unpack.py)
 V     TILE_TOKENS / 4     unpack    e4m3 codes, four tokens a column; lane: channel
-S     columns             mma       float32 scores, lane: token, column of head and term: tcgen05.operand_row
+S     columns x units     mma       float32 scores, lane: token, column of head and term: tcgen05.operand_row; with K
+                                    per channel with the Q of each unit
 O     columns x units     mma       float32 products of one tile, lane: channel, columns likewise; with V per channel
                                     of each unit (hopper/folds.py)
 scale 4                   unpack    with K in e2m1, once: the scales of one step's operands, all alike (digits.py)
@@ -35,8 +36,8 @@ class TensorLedger:
         """Columns of one buffer."""
         c = self.cfg
         k = c.head_dim // (8 if c.digit_steps else 4)
-        o = c.columns * folds.v_side(c).units
-        return {"k": k, "v": TILE_TOKENS // 4, "s": c.columns, "o": o, "scale": SCALE_COLUMNS}
+        s, o = (c.columns * side.units for side in (folds.k_side(c), folds.v_side(c)))
+        return {"k": k, "v": TILE_TOKENS // 4, "s": s, "o": o, "scale": SCALE_COLUMNS}
 
     @property
     def buffers(self) -> dict[str, int]:
