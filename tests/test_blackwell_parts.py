@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(FormatError, match="head_dim 64 and 128, not 256"):
         config(2, 2, 256, 64, 4, "bfloat16")
     with pytest.raises(FormatError, match="K quantized per token"):
-        DecodeConfig(KVFormat.make(2, k_axis="channel"), 128, 64, 4)
+        DecodeConfig(KVFormat.make(2, k_group=32), 128, 64, 4)
     with pytest.raises(FormatError, match="heads must be 4, 8, 12 or 16"):
         config(2, 2, 128, 64, 20, "bfloat16")
     with pytest.raises(TypeError, match=r"blackwell.config.TileConfig, not TileConfig|blackwell.config.TileConfig"):

@@ -140,9 +140,14 @@ class DecodeConfig:
         return STEP_TILES * k.units if k.channel else 1
 
     @property
+    def byte_steps(self) -> int:
+        """Operands of Q in e4m3, of two terms per element each: one holds what bfloat16 does, a product Q' is no such."""
+        return 0 if self.digit_steps else 1 + folds.k_side(self).channel
+
+    @property
     def query_bytes(self) -> int:
-        """Of one."""
-        return self.columns * self.head_dim * (self.digit_steps or 2) // 2
+        """Of one Q^T."""
+        return self.columns * self.head_dim * (self.digit_steps or 2 * self.byte_steps) // 2
 
     @property
     def prob_bytes(self) -> int:

@@ -21,16 +21,16 @@ STEP = STEP_BYTES  # 32 elements in e4m3, 64 in e2m1
 ROLE = "mma"
 
 
-def _products(d, a, b, row_bytes: int, cfg: DecodeConfig, unit: int | None = None) -> None:
+def _products(d, a, b, row_bytes: int, cfg: DecodeConfig, unit: int | None = None, more: bool = False) -> None:
     """All steps of one product, or of every ``unit`` bytes of the contraction index one product beside the other, by
-    one thread."""
+    one thread; ``more``: added to what ``d`` holds."""
     instruction = tcgen05.instruction_descriptor(TILE_TOKENS, cfg.columns)
     first = tcgen05.operand_descriptor(b)
     for step in range(row_bytes // STEP):
         descriptor = first + (STEP * step >> 4)
         number, at = divmod(STEP * step, unit or row_bytes)
         target = d + cfg.columns * number if number else d
-        tcgen05.multiply(target, a + STEP // 4 * step, descriptor, row_bytes, instruction, at > 0)
+        tcgen05.multiply(target, a + STEP // 4 * step, descriptor, row_bytes, instruction, more or at > 0)
 
 
 def _values_of(d, a, b, cfg: DecodeConfig) -> None:
@@ -41,7 +41,9 @@ def _values_of(d, a, b, cfg: DecodeConfig) -> None:
 def _scores_of(d, a, b, tensor, cfg: DecodeConfig) -> None:
     """All steps of K Q^T, by one thread; ``tensor``: of tensor memory, ``b``: of Q's operands."""
     if not cfg.digit_steps:
-        _products(d, a, b, cfg.head_dim, cfg)
+        for step in reversed(range(cfg.byte_steps)):
+            operand = b + step * (cfg.columns * cfg.head_dim) if step else b
+            _products(d, a, operand, cfg.head_dim, cfg, more=step < cfg.byte_steps - 1)
         return
     instruction, row_bytes = tcgen05.digit_descriptor(TILE_TOKENS, cfg.columns), cfg.head_dim // 2
     scales = [tensor + TensorLedger(cfg).column("scale", step) for step in range(cfg.digit_steps)]

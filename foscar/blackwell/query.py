@@ -3,7 +3,9 @@
 Against codes in bytes the terms are e4m3, with a power of two ``r`` per head that takes the largest element to
 [2^7, 2^8): ``q r ~ hi + lo``, ``lo`` the rounded remainder.  The 8 significant bits of a bfloat16 query are exact down to
 2^-9 of the largest element; otherwise the error is at most 2^-9 of the element and 2^-17 of the largest.  Against codes
-in e2m1 they are the digits of an integer (digits.py): the error is at most 2^-17 of the largest element.
+in e2m1 they are the digits of an integer (digits.py): the error is at most 2^-17 of the largest element.  Products with
+scales (channel_query.py) have more bits than a bfloat16: in e4m3 a second operand has two terms of what the first leaves,
+and the error is at most 2^-16 of the largest element.
 
 What the softmax needs is left in shared memory, two float32 per head, in the units of the raw product
 ``s = 2^-UNIT sum (q r) code``, UNIT 9 (a code's byte is the e4m3 number 2^-9 code) or digits.UNIT:
@@ -84,8 +86,15 @@ def store_rounded(x: list, index, lane, room, cfg: DecodeConfig) -> tuple[Float3
     """
     top = device.butterfly(device.max_nan, device.tree(device.max_nan, [device.absolute(v) for v in x]), LANES)
     up, down = _power_of_two(top, cfg)
-    store = _store_digits if cfg.digit_steps else _store_terms
-    return top, down, store([v * up for v in x], index, lane, room, cfg)
+    scaled = [v * up for v in x]
+    if cfg.digit_steps:
+        return top, down, _store_digits(scaled, index, lane, room, cfg)
+    if cfg.byte_steps == 1:
+        return top, down, _store_terms(scaled, index, lane, room, cfg)
+    most = [((v.bitcast(Uint32) + Uint32(0x8000)) & Uint32(0xFFFF0000)).bitcast(Float32) for v in scaled]  # 8 bits
+    total = _store_terms(most, index, lane, room, cfg)
+    rest = [a - b for a, b in zip(scaled, most, strict=True)]
+    return top, down, total + _store_terms(rest, index, lane, room + cfg.columns * cfg.head_dim, cfg)
 
 
 @cute.jit

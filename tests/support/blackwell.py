@@ -27,17 +27,30 @@ LAYOUTS = tuple(like(c) for c in gpu_kernels.LAYOUTS)
 MIXED = tuple(like(c) for c in gpu_kernels.MIXED)
 INT2, INT4 = like(gpu_kernels.INT2), like(gpu_kernels.INT4)
 INT2_FP16, INT4_FP16 = like(gpu_kernels.INT2_FP16), like(gpu_kernels.INT4_FP16)
-# V per channel: a group of a tile, of parts of one, of more tokens than a tile; straddling tiles; head_dim 64.
-V_CHANNEL = tuple(
-    DecodeConfig(KVFormat.parse(name), head_dim, page_size, heads, q_dtype)
-    for name, head_dim, page_size, heads, q_dtype in (
-        ("k2v2c128", 128, 64, 4, "float16"),
-        ("k4v2c64-bf16", 128, 64, 8, "bfloat16"),
-        ("k4v4c32", 64, 32, 4, "float16"),
-        ("k2v4c256", 64, 16, 12, "float16"),
-        ("k2v2c96", 64, 32, 4, "float16"),
-        ("k4v4c128", 128, 128, 16, "bfloat16"),
-    )
+
+
+def _fold(name, head_dim, page_size, heads, q_dtype) -> DecodeConfig:
+    return DecodeConfig(KVFormat.parse(name), head_dim, page_size, heads, q_dtype)
+
+
+# Per channel: a group of a tile, of parts of one, of more tokens than a tile; straddling tiles; head_dim 64.
+V_CHANNEL = (
+    _fold("k2v2c128", 128, 64, 4, "float16"),
+    _fold("k4v2c64-bf16", 128, 64, 8, "bfloat16"),
+    _fold("k4v4c32", 64, 32, 4, "float16"),
+    _fold("k2v4c256", 64, 16, 12, "float16"),
+    _fold("k2v2c96", 64, 32, 4, "float16"),
+    _fold("k4v4c128", 128, 128, 16, "bfloat16"),
+)
+K_CHANNEL = (
+    _fold("k2c128v2", 128, 64, 4, "float16"),  # KIVI
+    _fold("k4c128v2-bf16", 128, 128, 8, "bfloat16"),
+    _fold("k2c64v2c64", 128, 64, 4, "float16"),
+    _fold("k4c64v4c64", 64, 32, 8, "bfloat16"),
+    _fold("k2c32v4", 64, 32, 8, "float16"),
+    _fold("k4c32v4c128", 64, 32, 4, "float16"),
+    _fold("k2c256v2c256", 128, 16, 12, "float16"),
+    _fold("k2c96v4", 64, 32, 4, "bfloat16"),
 )
 
 
