@@ -56,9 +56,8 @@ def check_folds(config: DecodeConfig) -> None:
         if f.axis == "channel" and group % STEP_BYTES:
             raise FormatError(f"{what} per channel in groups of {STEP_BYTES} tokens or multiples of it, not {group}")
         if f.axis == "token" and group != config.head_dim:
-            raise FormatError(
-                f"{what} quantized per token with one group of head_dim channels, not axis 'token' with groups of {group}"
-            )
+            one = f"{what} quantized per token with one group of head_dim channels"
+            raise FormatError(f"{one}, not axis 'token' with groups of {group}")
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class DecodeConfig:
 
     @property
     def byte_steps(self) -> int:
-        """Operands of Q in e4m3, of two terms per element each: one holds what bfloat16 does, a product Q' is no such."""
+        """Operands of Q in e4m3, of two terms per element each: one holds a bfloat16, but not a product Q'."""
         return 0 if self.digit_steps else 1 + folds.k_side(self).channel
 
     @property

@@ -24,6 +24,9 @@ In steady state, tile i at the softmax::
     softmax   | scores of i -> P of i, its maxima and denominators
     correct   | O of i - 1
 
+With parameters per channel roles are the same, and two more read the ring: with K's the query warps (channel_query.py:
+q_full and q_empty are then of a step, not of an item), with V's the correct warps.
+
 One tile's product with V never meets the last one's in the accumulator: every tile is quantized to its own maximum and
 added in float32 by the correct warps (DESIGN.md 3: in place, long contexts fail the contract).
 """
