@@ -65,9 +65,7 @@ def correct_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
             tcgen05.fence_after()
             halves = cfg.head_dim // 64
             columns = [tensor + ledger.tile("o", step[0], i) for i in range(STEP_TILES)]
-            d = tcgen05.load_rows(
-                [lane_address(c, warp, i) for c in columns for i in range(halves)], cfg.load_columns
-            )
+            d = tcgen05.load_rows([lane_address(c, warp, i) for c in columns for i in range(halves)], cfg.load_columns)
             tcgen05.fence_before()
             pipeline.arrive(barriers, "o_empty", role, step[0], lane)
             add_step(m, o, top, [d[i * halves : (i + 1) * halves] for i in range(STEP_TILES)], cfg)
