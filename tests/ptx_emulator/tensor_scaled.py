@@ -2,8 +2,8 @@
 
 Every 32 elements of a row of A and of B have a scale, a byte ue8m0 (2^(byte - 127), 255: NaN).  The scales of row ``r``
 lie in lane ``r % 32`` of column ``r // 32``, and again in the other three quarters of the lanes, in the half of the
-word that the descriptor's ID chooses: byte ``ID + block``.  Products are added like unscaled ones, at the exponents of the
-scaled operands.
+word that the descriptor's ID chooses: byte ``ID + block``.  Products are added like unscaled ones, at the exponents of
+the scaled operands.
 """
 
 from __future__ import annotations
