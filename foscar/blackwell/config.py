@@ -132,7 +132,7 @@ class DecodeConfig:
 
     @property
     def reduce_bytes(self) -> int:
-        """Of one buffer: per head each tile's maxima, sums and offsets of 4 warps, 2 query factors; the item's tiles."""
+        """Of one buffer: per head each tile's maxima, sums, offsets of 4 warps, 2 query factors; the item's tiles."""
         return 4 * self.heads * ((STEP_TILES + 2) * 4 + 2) + 16
 
     @property
