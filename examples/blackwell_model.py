@@ -19,7 +19,7 @@ from foscar.blackwell.config import ROLES, TILE_TOKENS, DecodeConfig
 SMS, CLOCK, HBM = 148, 1.965e9, 8.0e12
 SHARED = 128  # bytes a clock of one SM
 TENSOR_MEMORY = 4 * 128  # bytes a clock of one SM: every quarter of 32 lanes gives or takes 4 bytes a lane (assumed)
-MMA_BYTES = 256  # of A a clock: what a tcgen05.mma of small N is assumed to be bound by
+MMA_BYTES = 256  # of A a clock: what a tcgen05.mma of small N is assumed to be bound by, whatever its type
 ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES = 2, 1, 8  # of a warp's instruction: 16, 32 and 4 lanes a clock of a scheduler
 # Bytes of BF16 per token against ours, and the published speed-ups over FlashInfer's BF16 on a B200.
 PUBLISHED = {"int2": 2.67, "int4": 2.30}
@@ -56,7 +56,17 @@ def _shared_bytes(config: DecodeConfig, loops: dict) -> float:
             op = text.split()[0].split(".")
             if op[0] in ("LDS", "STS"):
                 total += LDST.get(op[-1], 4) * 32 * ROLES[role] / TILES[role]
-    return total + config.columns * (config.head_dim + TILE_TOKENS)
+    return total + config.columns * (_k_bytes(config) * _k_products(config) + TILE_TOKENS)
+
+
+def _k_bytes(config: DecodeConfig) -> float:
+    """Of one token's codes, or one column of Q, as an operand."""
+    return config.head_dim / (2 if config.digit_steps else 1)
+
+
+def _k_products(config: DecodeConfig) -> int:
+    """How often K is multiplied: with every digit of a term of Q."""
+    return config.digit_steps or 1
 
 
 def tile(config: DecodeConfig) -> Tile:
@@ -68,14 +78,15 @@ def tile(config: DecodeConfig) -> Tile:
         wide = sum(c[key] for role, c in counts.items() if ROLES[role] == 4)
         return wide + max(c[key] for role, c in counts.items() if ROLES[role] < 4)
 
-    codes = TILE_TOKENS * config.head_dim  # bytes of one unpacked operand
+    k, v = TILE_TOKENS * _k_bytes(config), TILE_TOKENS * config.head_dim  # bytes of the unpacked operands
+    read = k * _k_products(config) + v  # by the tensor cores
     sums = 4 * TILE_TOKENS * config.columns
     per_sm = HBM / SMS / CLOCK
     return Tile(
         hbm=config.tile_bytes / per_sm,
         shared=_shared_bytes(config, loops) / SHARED,
-        tensor_memory=(2 * 2 * codes + 2 * 2 * sums) / TENSOR_MEMORY,
-        tensor_cores=2 * codes / MMA_BYTES,
+        tensor_memory=(k + v + read + 2 * 2 * sums) / TENSOR_MEMORY,
+        tensor_cores=read / MMA_BYTES,
         issue=busiest("total"),
         integer=busiest("alu") * ALU_CYCLES,
         fma=busiest("fma") * FMA_CYCLES,

@@ -57,6 +57,7 @@ _CLASS_OF = {root: name for name, roots in _ROOTS.items() for root in roots.spli
 _MASK = re.compile(
     r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x(3030303|c0c0c0c|f0f0f0f|33333333), RZ, 0xc0|SHF\.R\.U32\.HI R\d+, RZ, 0x[24], "
 )
+_NIBBLES = re.compile(r"LOP3\.LUT .* 0x33333333, RZ, 0xc0|SHF\.R\.U32\.HI R\d+, RZ, 0x2, ")  # 2-bit K's alone
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<text>[^;]*);?")
 _LABEL = re.compile(r"^(\.L\w+):")
 _BRANCH = re.compile(r"BRA(?:\.\w+)*\s.*`\((\.L\w+)\)")
@@ -79,6 +80,11 @@ class Loop:
         found["total"] = len(self.instructions)
         found["masks"] = sum(bool(_MASK.match(text)) for text in self.instructions)
         return {name: found[name] / tiles for name in COLUMNS}
+
+    @property
+    def k_masks(self) -> int:
+        """Of the masks those of 2-bit K; 0: K has no operands of its own form."""
+        return sum(bool(_NIBBLES.match(text)) for text in self.instructions)
 
     @property
     def local_memory(self) -> list[str]:
@@ -143,6 +149,11 @@ def masks_per_element(counts: dict[str, dict[str, float]]) -> float:
     return counts["unpack"]["masks"] / (2 * TILE_TOKENS * HEAD_DIM / (32 * ROLES["unpack"]))
 
 
+def k_masks_per_element(loops: dict[str, Loop]) -> float:
+    """Of 2-bit K alone; V's are the rest."""
+    return loops["unpack"].k_masks / TILES["unpack"] / (TILE_TOKENS * HEAD_DIM / (32 * ROLES["unpack"]))
+
+
 def table(rows: dict[str, dict[str, dict[str, float]]]) -> str:
     lines = [f"{'a tile':<26}" + "".join(f"{c:>8}" for c in COLUMNS)]
     for name, counts in rows.items():
@@ -177,6 +188,8 @@ def main() -> None:
     for name, config in configs().items():
         loops = loops_of(config)
         rows[name] = counts_of(loops)
+        if loops["unpack"].k_masks:
+            print(f"{name}: {k_masks_per_element(loops):.4f} masks per element of K")
         for role, loop in loops.items():
             for bad in loop.local_memory:
                 print(f"{name} {role}: {bad}")

@@ -14,7 +14,7 @@ def expect_bytes(barrier, count) -> None:
 
 
 def copy_page(condition, target, source, size: int, barrier) -> None:
-    """Where ``condition`` holds, ``size`` bytes from global ``source`` (Int64) to shared ``target``; both multiples of 16."""
+    """Where ``condition`` holds, ``size`` bytes from global ``source`` (Int64) to shared ``target``."""
     text = (
         "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
         f"[$1], [$2], {size}, [$3]; }}"

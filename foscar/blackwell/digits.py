@@ -1,9 +1,11 @@
 """Q as signed digits of base 8 in e2m1, for K's 2-bit codes as dense 4-bit operands (kind::mxf4).
 
-A code 0..3 read as e2m1 is half of it, so a word of 16 codes is two operand words by two masks and one shift (unpack.py),
-and no position leaves a factor.  e2m1 holds 0, 1/2, 1, 3/2 and 2 besides, half of every digit -4 .. 4: Q is rounded to an
-integer of six such digits per element, ``q r ~ n = sum d_i 8^i``, ``|n| <= 2^17`` with a power of two ``r`` per head.  The upper three digits are the first term, the lower three the second, a column of the B operand each; the
-three digits of a term are three operands, whose products the tensor core adds with the scale ``8^-step`` of their block::
+A code 0..3 read as e2m1 is half of it, so a word of 16 codes is two operand words by two masks and one shift
+(unpack.py), and no position leaves a factor.  e2m1 holds 0, 1/2, 1, 3/2 and 2, half of every digit -4 .. 4: Q is
+rounded to an integer of six such digits per element, ``q r ~ n = sum d_i 8^i``, ``|n| <= 2^17`` with a power of two
+``r`` per head.  The upper three digits are the first term, the lower three the second, a column of the B operand each;
+the three digits of a term are three operands, whose products the tensor core adds with the scale ``8^-step`` of their
+block::
 
     first + second / 512 = 2^-17 sum n code        first = sum_step 8^-step sum (d_(5 - step) / 2) (code / 2)
 

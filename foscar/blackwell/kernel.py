@@ -1,25 +1,26 @@
 """Split-KV decode attention over a packed paged cache, for Blackwell (sm_100a, sm_103a).
 
-Roles of one CTA (persistent, one per SM; all share one range of tiles of 128 tokens, see common/schedule.py)::
+Roles of one CTA (persistent, one per SM; all share one range of tiles of 128 tokens, see common/schedule.py, in steps
+of two, walk.py)::
 
     warp 0          load: pages -> ring                                              (load.py)
     warp 1          mma: S^T = K Q^T, O^T = V^T P^T by tcgen05; owns tensor memory   (mma.py)
-    warps 2, 3      query: Q of the next items -> two e4m3 terms in shared memory    (query.py)
-    warps 4 .. 7    unpack: codes -> e4m3 in tensor memory                           (unpack.py)
+    warps 2, 3      query: Q of the next items -> two terms in shared memory         (query.py)
+    warps 4 .. 7    unpack: codes -> e4m3 or e2m1 in tensor memory                   (unpack.py)
     warps 8 .. 11   softmax: scores -> P^T in shared memory, denominators            (softmax.py)
     warps 12 .. 15  correct: O in float32 registers, output                          (correct.py, store.py)
 
 Edges (pipeline.py: arrivals, and a check while tracing that every end of every edge is there)::
 
     load --full[slot]--> unpack, softmax      query --q_full[2]--> mma, softmax
-    unpack --codes_full[4]--> mma             mma --s_full[2]--> softmax --p_full[2]--> mma, correct
+    unpack --codes_full[2]--> mma             mma --s_full[2]--> softmax --p_full[2]--> mma, correct
     mma --o_full[2]--> correct                softmax --sums_full[2]--> correct
 
 and back, where a buffer is free again: empty, codes_empty, q_empty, o_empty (of O, P^T and the maxima), sums_empty.
-In steady state, tile i at the softmax::
+In steady state, step i at the softmax::
 
     load      | pages of i + 1 .. i + stages
-    unpack    | codes of i + 1 .. i + 4
+    unpack    | codes of i + 1, i + 2
     mma       | V^T P^T of i - 1    | K Q^T of i + 1
     softmax   | scores of i -> P of i, its maxima and denominators
     correct   | O of i - 1

@@ -9,8 +9,8 @@ from cutlass import Int32, Int64
 from ..common import schedule
 from ..hopper.load import _first_page, _page_ids
 from . import pipeline, walk
-from .config import STEP_TILES
 from .bulk import copy_page, expect_bytes
+from .config import STEP_TILES
 
 ROLE = "load"
 

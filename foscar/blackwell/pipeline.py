@@ -1,8 +1,9 @@
 """The edges between roles as data: who arrives how often at which barrier, who waits.
 
 An edge has ``depth`` mbarriers, used in turn; the i-th use (step, item or ring slot) waits for the phase that follows
-from its count.  Of an edge of two, a use is written as the pair (buffer, phase) and advanced by :func:`after`.  ``Barriers`` checks at trace time that only the declared ends of an edge arrive and wait, and after
-all roles that each of them did: what would be a deadlock is an exception while compiling.
+from its count.  Of an edge of two, a use is the pair (buffer, phase), advanced by :func:`after`.  ``Barriers`` checks
+at trace time that only the declared ends of an edge arrive and wait, and after all roles that each of them did: what
+would be a deadlock is an exception while compiling.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Q of one item: rounded to two terms per element, stored as the B operands of Q K^T.
 
 Against codes in bytes the terms are e4m3, with a power of two ``r`` per head that takes the largest element to
-[2^7, 2^8): ``q r ~ hi + lo``, ``lo`` the rounded remainder.  The 8 significant bits of a bfloat16 query are exact down to
-2^-9 of the largest element; otherwise the error is at most 2^-9 of the element and 2^-17 of the largest.  Against codes
-in e2m1 they are the digits of an integer (digits.py): the error is at most 2^-17 of the largest element.  Products with
-scales (channel_query.py) have more bits than a bfloat16: in e4m3 a second operand has two terms of what the first
+[2^7, 2^8): ``q r ~ hi + lo``, ``lo`` the rounded remainder.  The 8 significant bits of a bfloat16 query are exact down
+to 2^-9 of the largest element; otherwise the error is at most 2^-9 of the element and 2^-17 of the largest.  Against
+codes in e2m1 they are the digits of an integer (digits.py): the error is at most 2^-17 of the largest element.  Products
+with scales (channel_query.py) have more bits than a bfloat16: in e4m3 a second operand has two terms of what the first
 leaves, and the error is at most 2^-16 of the largest element.
 
 What the softmax needs is left in shared memory, two float32 per head, in the units of the raw product
@@ -33,7 +33,7 @@ LANES = (1, 2, 4, 8, 16)
 
 
 def _power_of_two(top, cfg: DecodeConfig) -> tuple[Float32, Float32]:
-    """``r``, by which the largest element gets its exponent, and ``2^UNIT / r``, by the exponent bits in a safe range."""
+    """``r``, which gives the largest element its exponent, and ``2^UNIT / r``, by the exponent bits in a safe range."""
     largest, unit = (digits.TOP_EXPONENT, digits.UNIT) if cfg.digit_steps else (TOP_EXPONENT, lowfloat.CODE_SHIFT)
     exponent = Uint32(cutlass.min(cutlass.max(Int32(top.bitcast(Uint32) >> 23), Int32(largest)), Int32(251)))
     up = (Uint32(2 * 127 + largest) - exponent) << 23

@@ -19,7 +19,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
 from ..common import device
-from . import pipeline
 from .config import BUFFERS, SHARED_BYTES, STEP_TILES, ConfigError, DecodeConfig
 from .pipeline import Barriers, edges
 

@@ -153,7 +153,7 @@ def load_factors(room, lane, cfg: DecodeConfig, number=0) -> tuple[list, list]:
 
 
 @cute.jit
-def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, slot: Int32, phase: Int32, use: tuple,
+def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, stage: tuple, use: tuple,
           tokens: Int32, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
     """The tiles of one step.
 
@@ -161,10 +161,13 @@ def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, slot
         state: (m, l, b).
         query: (factor, q_sum) of the thread's heads; with K per channel they are the step's.
         places: shared addresses of the lane's pairs of K and V, of the warp's parameters and of P^T per term.
+        stage: slot and phase of the ring.
+        use: buffer and phase of all else.
         tokens: of the segment from this step on.
     """
     role, barriers, ledger = "softmax", shared.barriers, TensorLedger(cfg)
     k_pair, v_pair, room, probs = places
+    slot, phase = stage
     tiles, part = range(STEP_TILES), cfg.param_bytes // (4 * STEP_TILES)
     pipeline.wait(barriers, "full", role, slot, phase)
     for i in cutlass.range_constexpr(STEP_TILES):
@@ -228,7 +231,7 @@ def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
             pipeline.wait_full(barriers, "q_full", role, item)
             query = load_factors(smem.reduction(cfg, shared, item[0]), lane, cfg)
         for _ in cutlass.range(walk.steps_of(n), unroll=1):
-            _step((m, l, b), query, shared, places, tensor, slot, phase, step, tokens, warp, lane, cfg)
+            _step((m, l, b), query, shared, places, tensor, (slot, phase), step, tokens, warp, lane, cfg)
             tokens = tokens - STEP_TOKENS
             step = pipeline.after(step)
             slot = slot + 1

@@ -1,7 +1,7 @@
 """Codes of a tile from the ring to tensor memory: masks only.
 
-V and 4-bit K: a masked byte 0..15 read as e4m3 is the code times 2^-9, exactly; five instructions for 16 codes of 2 bits,
-three for 8 of 4.  At 2 bits positions 1 and 3 come out times 4, which the store takes out of the channel.
+V and 4-bit K: a masked byte 0..15 read as e4m3 is the code times 2^-9, exactly; five instructions for 16 codes of 2
+bits, three for 8 of 4.  At 2 bits positions 1 and 3 come out times 4, which the store takes out of the channel.
 2-bit K: a masked nibble read as e2m1 is half the code; three instructions for 16 codes, no factors (digits.py).
 
 Thread ``(w, g, t)`` reads what Hopper's math thread reads (hopper/qk.py, pv.py) and stores it as rows of A, 16 lanes at

@@ -14,7 +14,7 @@ from .config import STEP_TILES, TILE_TOKENS
 
 
 def steps_of(n) -> Int32:
-    return (n + (STEP_TILES - 1)) // STEP_TILES
+    return (n + (STEP_TILES - 1)) >> (STEP_TILES.bit_length() - 1)
 
 
 def tokens_of(length, tile, n) -> Int32:
@@ -29,3 +29,6 @@ def next_item(args, request: Int32, head: Int32):
         head = Int32(0)
         request = request + 1
     return request, head
+
+
+assert STEP_TILES & (STEP_TILES - 1) == 0

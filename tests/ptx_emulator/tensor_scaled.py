@@ -1,9 +1,9 @@
 """tcgen05.mma with block scales, kind::mxf4 (PTX ISA 9.7.16.10.7): e2m1 operands, two to a byte, K = 64.
 
 Every 32 elements of a row of A and of B have a scale, a byte ue8m0 (2^(byte - 127), 255: NaN).  The scales of row ``r``
-lie in lane ``r % 32`` of column ``r // 32``, and again in the other three quarters of the lanes, in the half of the word
-that the descriptor's ID chooses: byte ``ID + block``.  Products are added like unscaled ones, at the exponents of the
-scaled operands.
+lie in lane ``r % 32`` of column ``r // 32``, and again in the other three quarters of the lanes, in the half of the
+word that the descriptor's ID chooses: byte ``ID + block``.  Products are added like unscaled ones, at the exponents of
+the scaled operands.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ScaledDescriptor:
         types = value >> 7 & 7 == 1 and value >> 10 & 3 == 1 and value >> 23 & 1
         if value & reserved or not types or m != M or not 8 <= self.n <= 256 or self.a_id & 1 or self.b_id & 1:
             raise MemoryFault(
-                f"{where}: instruction descriptor {value:#010x} (M {m}, N {self.n}, scales {self.a_id}, {self.b_id}) is "
-                "not valid for kind::mxf4"
+                f"{where}: instruction descriptor {value:#010x} (M {m}, N {self.n}, scales {self.a_id}, {self.b_id}) "
+                "is not valid for kind::mxf4"
             )
 
 

@@ -17,9 +17,7 @@ ld.global.v4.b32 {%r20, %r21, %r22, %r23}, [%q9]; ld.global.v4.b32 {%r24, %r25, 
 tcgen05.st.sync.aligned.32x32b.x8.b32 [%r14+96], {%r20, %r21, %r22, %r23, %r24, %r25, %r26, %r27};
 add.u32 %r52, %r12, 96; add.u32 %r53, %r12, 100;
 tcgen05.wait::st.sync.aligned;""",
-).replace(
-    "tcgen05.mma.cta_group::1.kind::KIND [%r15], AOPERAND, %q11, %r40, %p5;", MULTIPLY + "[%r52], [%r53], %p5;"
-)
+).replace("tcgen05.mma.cta_group::1.kind::KIND [%r15], AOPERAND, %q11, %r40, %p5;", MULTIPLY + "[%r52], [%r53], %p5;")
 
 
 def numbers(codes: np.ndarray) -> np.ndarray:
