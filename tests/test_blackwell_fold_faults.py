@@ -22,6 +22,9 @@ CONFIG = DecodeConfig(KVFormat.parse("k2c128v2c128"), 64, 64, 4, tile=TileConfig
 LENGTHS = [8 * 128 - 70, 0, 130, 1]
 WAIT = r"mbarrier\.try_wait\S* P1, [^;]*;\s+@P1 bra\.uni DONE;\s+bra\.uni\s+LAB_WAIT;"
 ARRIVAL = r"@p mbarrier\.arrive\.shared::cta\S* _, \[%r\d+\];"
+# Waits that are not missed: the softmax's for Q's numbers, because the scores that it has waited for took Q; and the
+# first of the two for commits at the end (the emulator's tensor core completes in order).
+FAULTS = {"wait": (WAIT, 2), "arrival": (ARRIVAL, 0), "proxy fence": (r"fence\.proxy\.async\S*;", 0)}
 
 
 @functools.cache
@@ -52,16 +55,18 @@ def outcome(changed: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("pattern", [WAIT, ARRIVAL, r"fence\.proxy\.async\S*;"], ids=["wait", "arrival", "proxy fence"])
-def test_fault_is_noticed(pattern):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_noticed(fault):
+    """At every place of the kernel."""
+    pattern, missed = FAULTS[fault]
     ptx = as_it_is()[1]
     places = list(re.finditer(pattern, ptx))
-    assert places
+    assert places, f"the kernel has no {pattern!r}: the fault must be written anew"
     unnoticed = []
     for place in places:
         found = outcome(ptx[: place.start()] + ptx[place.end() :])
         line = ptx.count("\n", 0, place.start()) + 1
-        print(f"PTX line {line}: {found or 'unnoticed'}", flush=True)
+        print(f"{fault}, PTX line {line}: {found or 'unnoticed'}")
         if not found:
             unnoticed.append(line)
-    assert not unnoticed
+    assert len(unnoticed) == missed, f"unnoticed: PTX lines {unnoticed}"
