@@ -71,6 +71,8 @@ class PagedKVCache:
             data = torch.zeros(shape, dtype=torch.uint8, device=_check_device(device))
         _check_storage(data, shape)
         self.data = data
+        # the operators' arguments of that name: here because torch.compile cannot trace the making of a name
+        self.operator_shape = (self.format.name, self.page_size, self.head_dim)
 
     @property
     def device(self) -> torch.device:

@@ -40,7 +40,7 @@ def check_real(name: str, value: float, kind: str = "a real number") -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not (math.isfinite(number) and number > 0):
+    if not 0 < number < math.inf:  # torch.compile traces comparisons of its symbolic numbers, math.isfinite not
         raise ValueError(f"{name} must be positive and finite, not {number}")
     return number
 
