@@ -14,6 +14,7 @@ import torch
 
 from foscar.common import append as _append
 from foscar.common import append_launch, traced
+from foscar.common.append_checks import check_new_values
 from foscar.common.errors import UnsupportedDeviceError
 from foscar.common.formats import KVFormat, RecordLayout, check_format, check_whole
 from foscar.common.pack import TensorTable, record_tables, unpack_tensor
@@ -68,7 +69,7 @@ class PagedKVCache:
             raise ValueError(f"a cache needs num_pages >= 0 and num_kv_heads >= 1, not {num_pages} and {num_kv_heads}")
         shape = (num_pages, num_kv_heads, self.layout.record_bytes)
         if data is None:
-            data = torch.zeros(shape, dtype=torch.uint8, device=_check_device(device))
+            data = torch.zeros(shape, dtype=torch.uint8, device=check_device(device))
         _check_storage(data, shape)
         self.data = data
         # the operators' arguments of that name: here because torch.compile cannot trace the making of a name
@@ -120,7 +121,8 @@ class PagedKVCache:
         half a step each time, and the losses add up: after many, an old value can be off by nearly the group's whole
         range (measured: 0.95 after 128 values rising from 0 to 1, appended one by one at INT2).  Append whole groups.
         A group whose codes are all 0 holds one value, which is its range.  The host waits for the lengths.
-        Requests must not share the page or the token group that they append to.
+        Requests must not share the page or the token group that they append to: a group's parameters lie in all of its
+        pages, also in those below the length, and may change with its later tokens.
 
         Args:
             k, v: [n, num_kv_heads, head_dim], any float type and strides, on the cache's device.
@@ -133,13 +135,14 @@ class PagedKVCache:
         Raises:
             TypeError: an argument that is no tensor.
             ValueError: types, shapes or devices; on the CPU also page ids outside the cache, positions outside the
-                block table, a bad ``indptr``, and values as above.  On CUDA the kernel skips a token whose position or
+                block table, a bad ``indptr``, values as above, and a token group per channel that another request of
+                the batch shares and that has tokens already.  On CUDA the kernel skips a token whose position or
                 page id is outside; torch operations stop in a device assertion.
         """
         if torch.compiler.is_compiling():
             return traced.append(self, k, v, block_table, seq_lens, indptr, check)
         check = self.device.type == "cpu" if check is None else check
-        _append.check_new_values(self, k, v, block_table, seq_lens, indptr)
+        check_new_values(self, k, v, block_table, seq_lens, indptr)
         if self.device.type == "cuda" and not check:
             if append_launch.launch(self, k, v, block_table, seq_lens, indptr):
                 return
@@ -205,7 +208,8 @@ def _layout(format: KVFormat, head_dim: int, page_size: int) -> RecordLayout:
     return format.layout(head_dim, page_size)
 
 
-def _check_device(device: str | torch.device) -> torch.device:
+def check_device(device: str | torch.device) -> torch.device:
+    """A device that a caller gave; UnsupportedDeviceError for "cuda" where torch sees no GPU."""
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedDeviceError(f"device {str(device)!r} needs a GPU, and torch sees none; device='cpu' runs the "

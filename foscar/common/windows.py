@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 
 from foscar.common import append as _append
-from foscar.common.cache import PagedKVCache
+from foscar.common.append_checks import check_new_values, check_page_ids, check_positions
+from foscar.common.cache import PagedKVCache, check_device
 from foscar.common.formats import KVFormat, check_whole
 from foscar.common.pack import record_tables
 from foscar.common.quantize import param_dtype
-from foscar.common.window_move import Move, WindowConfig, check_slots
+from foscar.common.window_move import Move, WindowConfig, check_lengths, check_slots
 
 RING_UNIT = 16  # the ring's capacity is a multiple
 
@@ -74,11 +75,10 @@ class WindowedKVCache:
         self.max_batch = check_whole("max_batch", max_batch)
         if self.max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, not {max_batch}")
-        one = PagedKVCache(1, page_size, num_kv_heads, head_dim, format)
+        one = PagedKVCache(min(check_whole("num_pages", num_pages), 1), page_size, num_kv_heads, head_dim, format)
+        device = check_device(device)
         # one page and one slot more than asked for: where rows go that store nothing, so that the host need not know
-        self._records = torch.zeros(
-            check_whole("num_pages", num_pages) + 1, *one.data.shape[1:], dtype=torch.uint8, device=device
-        )
+        self._records = torch.zeros(num_pages + 1, *one.data.shape[1:], dtype=torch.uint8, device=device)
         self.packed = PagedKVCache(
             num_pages, page_size, num_kv_heads, head_dim, one.format, data=self._records[:num_pages]
         )
@@ -160,10 +160,12 @@ class WindowedKVCache:
         Formats per token: no host synchronization on CUDA.  Per channel: the host waits for the lengths.
 
         Raises:
-            TypeError, ValueError: as :meth:`foscar.PagedKVCache.append`; nothing is written then.
+            TypeError, ValueError: as :meth:`foscar.PagedKVCache.append`; on the CPU also a length that the
+                slot cannot have.  Nothing is written then.
         """
-        _append.check_new_values(self.packed, k, v, block_table, seq_lens, indptr)
+        check_new_values(self.packed, k, v, block_table, seq_lens, indptr)
         check_slots(slot_ids, seq_lens, self.max_batch)
+        check_lengths(self, seq_lens, slot_ids)
         check = self.device.type == "cpu" if check is None else check
         if check:
             self._check_finite(k, v)
@@ -177,7 +179,7 @@ class WindowedKVCache:
         position, slot, end = move.position, move.slots[move.request], move.new_end[move.request]
         for (store_sink, store_recent), x in zip(self.storage, new, strict=True):
             if self.window.n_sink:
-                inside = position < self.window.n_sink
+                inside = (position >= 0) & (position < self.window.n_sink)
                 _put(store_sink, torch.where(inside, slot, self.max_batch), torch.where(inside, position, 0), x)
             if self.capacity:
                 inside = (position >= end) & (position >= self.window.n_sink)
@@ -195,10 +197,10 @@ class WindowedKVCache:
         if block_table.shape[1] == 0:
             block_table = F.pad(block_table, (0, 1), value=-1)
         if self.device.type == "cpu":
-            _append.check_positions(packed, block_table, request, token, column)
+            check_positions(packed, block_table, request, token, column)
         page = block_table[request, column].long()
         if self.device.type == "cpu":
-            _append.check_page_ids(packed, page[valid], request[valid])
+            check_page_ids(packed, page[valid], request[valid])
         else:
             page = torch.where(page < 0, packed.num_pages + 1, page)  # a negative index would count from the end
         page = torch.where(valid, page, packed.num_pages)
