@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -30,8 +31,8 @@ from .blackwell import decode as blackwell_decode
 from .common import append_config, jit, kernel_store
 from .common.append_config import AppendConfig
 from .common.config import ConfigError
-from .common.errors import CompileError, MissingDependencyError
-from .common.formats import FormatError, KVFormat
+from .common.errors import CompileError, FormatError, MissingDependencyError
+from .common.formats import KVFormat
 from .common.plan import PLAIN, KernelOptions
 from .hopper import config as hopper
 from .hopper import decode as hopper_decode
@@ -159,12 +160,14 @@ def build(
     Raises:
         CompileError, MissingDependencyError: see :func:`foscar.common.jit.export_kernel`.  Kernels that were finished
             stay.
+        OSError: a folder that cannot be made or written to; found before anything is compiled.
     """
     start, root, jobs = time.perf_counter(), Path(folder), list(dict.fromkeys(jobs))
     there = {job: job.find(root) for job in jobs}
     missing = [job for job, path in there.items() if path is None]
     if missing:
         _check_compiler()
+        _check_folder(root)
     for n, (job, path, seconds) in enumerate(_made(root, missing, processes), 1):
         there[job] = path
         say(f"[{n}/{len(missing)}] {job}: {seconds:.1f} s, {_size(path) / 1024:.0f} KiB")
@@ -176,6 +179,12 @@ def _check_compiler() -> None:
         raise CompileError("FOSCAR_JIT=0 forbids compiling: unset it")
     if jit.dsl_version() is None:
         raise MissingDependencyError(f"compiling kernels needs {jit.INSTALL_DSL}")
+
+
+def _check_folder(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=root):
+        pass
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -252,6 +261,8 @@ def main(arguments: list[str] | None = None) -> None:
         summary = build(args.out, _jobs(args), args.jobs, lambda line: print(line, flush=True))
     except (ValueError, ConfigError, CompileError, MissingDependencyError) as e:
         raise SystemExit(f"foscar.aot: {e}") from None
+    except OSError as e:
+        raise SystemExit(f"foscar.aot: --out: {e}") from None
     print(f"{args.out}: {summary}")
 
 

@@ -22,8 +22,7 @@ from foscar import (
     decode_attention,
 )
 from foscar import api as api_module
-from foscar.common.errors import UnsupportedDeviceError
-from foscar.common.formats import FormatError
+from foscar.common.errors import FormatError, UnsupportedDeviceError
 from foscar.common.plan import KernelOptions
 from foscar.common.reference import decode_folded
 from foscar.hopper import arguments

@@ -38,7 +38,7 @@ def merge_states(
 
     Returns:
         (out, lse) of the same types, computed in float32.  A side whose LSE is -inf counts nothing, whatever its out
-        holds; both sides: zeros and -inf.
+        holds; both sides: zeros and -inf.  A side whose LSE is +inf counts alone; both sides: their mean.
 
     Raises:
         TypeError: an argument that is no tensor, a base of another kind.
@@ -67,12 +67,12 @@ def merge_states_list(
     exp, log = POWERS[lse_base]
     lse = torch.stack(tuple(lses))
     top = lse.amax(0)
-    weight = exp(lse - top.masked_fill(top == -math.inf, 0.0))
+    weight = exp(lse - top.masked_fill(top == -math.inf, 0.0)).masked_fill((lse == top) & (top == math.inf), 1.0)
     total = weight.sum(0)
+    weight /= total.masked_fill(total == 0, 1.0)  # before the sum of products, which may overflow without it
     acc = torch.zeros(outs[0].shape, dtype=torch.float32, device=lse.device)
     for out, w, log_sum in zip(outs, weight, lse, strict=True):
         acc += torch.where((log_sum == -math.inf)[..., None], 0.0, out.float() * w[..., None])
-    acc /= total.masked_fill(total == 0, 1.0)[..., None]
     return acc.to(outs[0].dtype), top + log(total)
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from foscar.checks import check_tensors, require
-from foscar.common.formats import BITS, FormatError, check_whole
+from foscar.common.errors import FormatError
+from foscar.common.formats import check_whole
+from foscar.common.tensor_format import BITS
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _KINDS = {
