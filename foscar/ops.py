@@ -17,7 +17,7 @@ import torch
 from .api import decode_attention as _decode_attention
 from .common.cache import PagedKVCache
 from .common.formats import KVFormat
-from .common.options import DEFAULT_Q_LEN, AttentionOptions
+from .common.options import AttentionOptions
 
 _LSE_BASES = {"2": 2, "e": "e"}
 _options = functools.cache(AttentionOptions)
@@ -55,7 +55,7 @@ def decode_attention(
     lse_base: str = "2",
     sinks: torch.Tensor | None = None,
     q_indptr: torch.Tensor | None = None,
-    max_q_len: int = DEFAULT_Q_LEN,
+    max_q_len: int | None = None,
     window: int | None = None,
     soft_cap: float = 0.0,
     out_scale: float = 1.0,

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from .api import decode_into, is_direct, kernels_for, make_results
+from .api import decode_into, kernels_for, make_results
 from .checks import (
     BACKENDS,
     Q_DTYPES,
@@ -24,7 +24,7 @@ from .checks import (
 from .common.cache import PagedKVCache
 from .common.errors import UnsupportedDeviceError
 from .common.formats import KVFormat, check_format, check_whole
-from .common.options import DEFAULT_Q_LEN, AttentionOptions
+from .common.options import AttentionOptions
 from .hopper.config import TileConfig
 from .hopper.decode import Buffers, HopperDecode, Tables
 from .replay import Replay
@@ -79,7 +79,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         sm_scale: float | None = None,
         options: AttentionOptions | None = None,
         q_indptr: torch.Tensor | None = None,
-        max_q_len: int = DEFAULT_Q_LEN,
+        max_q_len: int | None = None,
         has_sinks: bool = False,
         lse_base: int | str = 2,
         backend: str = "auto",
@@ -95,8 +95,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             num_qo_heads, num_kv_heads, head_dim, page_size, format, q_data_type: what ``run``'s q and cache will be;
                 checked there, and used here to compile and load the kernel.
             block_table, seq_lens: see :func:`foscar.decode_attention`.
-            sm_scale, options, q_indptr, max_q_len, lse_base, backend, tile: see :func:`foscar.decode_attention`.
+            sm_scale, options, q_indptr, lse_base, backend, tile: see :func:`foscar.decode_attention`.
                 Sinks, which differ from layer to layer, are given to :meth:`run`.
+            max_q_len: likewise, but None chooses the kernel for 16 query tokens: there is no q yet.
             has_sinks: whether ``run`` will get them: compile and load that kernel now, instead of on first use.
 
         No host synchronization.  Raises as :func:`foscar.decode_attention`.
@@ -235,8 +236,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         out, lse = make_results(q, out, lse, return_lse)
         kernels = kernels_for(backend, cache, self._batch, heads, dtype, tile, variant)
         buffers = kernels and self._workspace(kernels, heads // kv_heads)
-        decode_into(q, cache, self._tables, scale, out, lse, lse_base, kernels, buffers, variant)
-        if kernels is not None and q.device.type == "cuda" and is_direct(q, cache, out, lse):
-            bound = kernels.bind(q, cache, self._tables, out, lse, buffers, scale, lse_base, variant)
+        bound = decode_into(q, cache, self._tables, scale, out, lse, lse_base, kernels, buffers, variant)
+        if bound is not None and q.device.type == "cuda":
             self._replay = Replay(q, cache, *given, sinks, lse, bound)
         return (out, lse) if return_lse else out

@@ -409,7 +409,10 @@ class FakeKernels:
     def buffers(self, group):
         return SimpleNamespace(group=group)
 
-    def __call__(self, q, cache, tables, out, lse, buffers, sm_scale, lse_base, variant):
+    def bind(self, *given):
+        return lambda *addresses: self.launch(*given)
+
+    def launch(self, q, cache, tables, out, lse, buffers, sm_scale, lse_base, variant):
         width = 4 * (q.shape[2] // 64)
         assert q.stride(2) == 1 and q.data_ptr() % width == 0
         assert all(2 * s % width == 0 for s, n in zip(q.stride()[:2], q.shape[:2], strict=True) if n > 1)
@@ -458,7 +461,8 @@ def test_the_kernel_that_options_need(kernels):
         ({"options": AttentionOptions(soft_cap=256.0)}, "soft_cap", 4),
         ({"options": AttentionOptions(soft_cap=257.0, out_scale=2.0)}, "soft_cap,wide_cap,out_scale", 4),
         ({"sinks": sinks}, "sinks", 4),
-        ({"q_indptr": indptr}, "rows", 16),
+        ({"q_indptr": indptr}, "rows", 4),  # as many as q has rows per request
+        ({"q_indptr": indptr, "max_q_len": 16}, "rows", 16),
         ({"q_indptr": indptr, "max_q_len": 3}, "rows", 12),
         ({"q_indptr": indptr, "max_q_len": 5, "sinks": sinks}, "sinks,rows", 12),
     ):
