@@ -199,14 +199,18 @@ def _numbers(option: str, text: str) -> list[int]:
     return [int(p) for p in parts]
 
 
-def _knobs(arch: str, settings: list[str]) -> dict[str, Any]:
-    """The values of ``--set NAME=VALUE``."""
-    names = [f.name for f in dataclasses.fields(ARCHS[arch][0].TileConfig)]
+def knobs_of(tile: type, settings: list[str], what: str = "the tile config") -> dict[str, Any]:
+    """The values of ``--set NAME=VALUE`` for a TileConfig.
+
+    Raises:
+        ValueError: a name that it does not have.
+    """
+    names = [f.name for f in dataclasses.fields(tile)]
     knobs = {}
     for text in settings:
         name, _, value = text.partition("=")
         if name not in names:
-            raise ValueError(f"--set {text}: the tile config of {arch} has {', '.join(names)}")
+            raise ValueError(f"--set {text}: {what} has {', '.join(names)}")
         try:
             knobs[name] = ast.literal_eval(value)
         except (ValueError, TypeError, SyntaxError):
@@ -229,7 +233,10 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
         formats = [KVFormat.parse(name) for name in _items(args.formats)]
     except FormatError as e:
         raise ValueError(f"--formats: {e}") from None
-    jobs = [job for arch in archs for job in plan(arch, formats, *shapes, dtypes, _knobs(arch, args.set), args.options)]
+    jobs = []
+    for arch in archs:
+        knobs = knobs_of(ARCHS[arch][0].TileConfig, args.set, f"the tile config of {arch}")
+        jobs += plan(arch, formats, *shapes, dtypes, knobs, args.options)
     if not jobs:
         raise ValueError("nothing to do: --formats and --q-dtypes must name something")
     return jobs
