@@ -7,40 +7,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.compare import assert_equal, error_report
-from support.foreign import kivi_words, qserve_blocks, random_codes, random_params
+from support.compare import assert_equal
+from support.foreign import NAMES, check, kivi_words, qserve_blocks, random_codes, random_params
 from support.inputs import random_values
 
 import foscar
 from foscar import FormatError, KVFormat
 from foscar.common.quantize import CONSTANT_SCALE, dequantize, quantize
-from foscar.common.reference import attention_bf16, relative_error
+from foscar.common.reference import relative_error
 from foscar.convert import Dense, add_kivi_residual, from_kivi, from_oscar, from_qserve, from_quantized
 
-NAMES = ("token", "head", "channel")
 ROUNDING = 2.0**-11  # of a parameter to float16
-
-
-def check(converted, requests) -> None:
-    """Exact values, then attention by the numeric contract; ``requests``: (K, V) float64 [length, heads, D] of each."""
-    cache, table, lengths = converted.cache, converted.block_table, converted.seq_lens
-    assert table.dtype == lengths.dtype == torch.int32
-    assert lengths.tolist() == [len(k) for k, _ in requests]
-    q = random_values((len(requests), 3 * cache.num_kv_heads, cache.head_dim), 99, torch.float16, mean=0.5)
-    out, lse = foscar.decode_attention(q, cache, table, lengths, sm_scale=0.02, return_lse=True, lse_base="e")
-    usual, usual_lse = attention_bf16(q, cache, table, lengths, 0.02)
-    for b, (k, v) in enumerate(requests):
-        for got, want in zip(cache.dequantize_request(table[b], len(k)), (k, v), strict=True):
-            assert_equal(got, want, NAMES)
-        if len(k) == 0:
-            assert not bool(out[b].any())
-            continue
-        s = torch.einsum("hgc,nhc->hgn", q[b].double().unflatten(0, (cache.num_kv_heads, -1)), k) * 0.02
-        want, want_lse = torch.einsum("hgn,nhc->hgc", s.softmax(-1), v).flatten(0, 1), s.logsumexp(-1).flatten()
-        allowed = relative_error(usual[b], want) + relative_error(want.half(), want) + 2.0**-22
-        assert relative_error(out[b], want) <= allowed, error_report(out[b], want, ("head", "channel"))
-        allowed = max((usual_lse[b] - want_lse).abs().max(), 2.0**-20 * s.abs().max())
-        assert (lse[b] - want_lse).abs().max() <= allowed
 
 
 # ---------------------------------------------------------------------------------------------------------- KIVI

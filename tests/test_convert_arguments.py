@@ -10,7 +10,15 @@ from support.compare import assert_equal
 from support.foreign import kivi_words, random_codes, random_params
 
 from foscar import KVFormat
-from foscar.convert import Dense, add_kivi_residual, from_kivi, from_oscar, from_qserve, from_quantized
+from foscar.convert import (
+    Dense,
+    add_kivi_residual,
+    from_bitdecoding_codes,
+    from_kivi,
+    from_oscar,
+    from_qserve,
+    from_quantized,
+)
 
 
 def kivi() -> dict:
@@ -42,7 +50,15 @@ def quantized() -> dict:
     return {"k": side, "v": side, "lengths": [1, 3], "format": KVFormat.int2()}
 
 
-CONVERTERS = [(from_kivi, kivi), (add_kivi_residual, residual), (from_oscar, oscar), (from_qserve, qserve),
+def bitdecoding() -> dict:
+    codes = torch.zeros(2, 32, 1, 64, dtype=torch.uint8)
+    pairs = {
+        f"{side}_{what}": torch.ones(2, 1, 1, n) for side, n in (("k", 64), ("v", 32)) for what in ("scale", "min")
+    }
+    return {"k_codes": codes, "v_codes": codes, "lengths": [32, 5]} | pairs
+
+
+CONVERTERS = [(from_bitdecoding_codes, bitdecoding), (from_kivi, kivi), (add_kivi_residual, residual), (from_oscar, oscar), (from_qserve, qserve),
               (from_quantized, quantized)]  # fmt: skip
 CASES = [(call, make, name) for call, make in CONVERTERS for name in make()]
 
@@ -101,6 +117,12 @@ def test_arguments_of_another_kind(call, make, name):
     (from_qserve, {"seq_lens": torch.tensor([-1])}, "seq_lens must be 0 or more"),
     (from_qserve, {"seq_lens": torch.tensor([1, 1])}, "does not hold the blocks of"),
     (from_qserve, {"block_table": torch.tensor([[0, -1]])}, "block_table holds .-1."),
+    (from_bitdecoding_codes, {"lengths": [32]}, "lengths must be 2 numbers up to 32"),
+    (from_bitdecoding_codes, {"lengths": [33, 1]}, "lengths must be 2 numbers up to 32"),
+    (from_bitdecoding_codes, {"num_bits": 8}, "num_bits must be one of"),
+    (from_bitdecoding_codes, {"quant_mode": "v"}, "quant_mode must be one of"),
+    (from_bitdecoding_codes, {"group_size": 0}, "group_size must be 1 or more"),
+    (from_bitdecoding_codes, {"quant_mode": "k-tensor"}, r"k_scale must be .2, 1, 1, 32."),
     (from_quantized, {"lengths": [5, -1]}, r"lengths.1. must be 0 or more, not -1"),
     (from_quantized, {"lengths": [4.0]}, "must be a whole number"),
     (from_quantized, {"page_size": 17}, "page_size must be one of"),
