@@ -52,14 +52,12 @@ def quantized() -> dict:
 
 def bitdecoding() -> dict:
     codes = torch.zeros(2, 32, 1, 64, dtype=torch.uint8)
-    pairs = {
-        f"{side}_{what}": torch.ones(2, 1, 1, n) for side, n in (("k", 64), ("v", 32)) for what in ("scale", "min")
-    }
-    return {"k_codes": codes, "v_codes": codes, "lengths": [32, 5]} | pairs
+    k, v = torch.ones(2, 1, 1, 64), torch.ones(2, 1, 1, 32)
+    return {"k_codes": codes, "k_scale": k, "k_min": k, "v_codes": codes, "v_scale": v, "v_min": v}
 
 
-CONVERTERS = [(from_bitdecoding_codes, bitdecoding), (from_kivi, kivi), (add_kivi_residual, residual), (from_oscar, oscar), (from_qserve, qserve),
-              (from_quantized, quantized)]  # fmt: skip
+CONVERTERS = [(from_bitdecoding_codes, bitdecoding), (from_kivi, kivi), (add_kivi_residual, residual),
+              (from_oscar, oscar), (from_qserve, qserve), (from_quantized, quantized)]  # fmt: skip
 CASES = [(call, make, name) for call, make in CONVERTERS for name in make()]
 
 
