@@ -38,6 +38,7 @@ def check_tensors(**tensors: torch.Tensor) -> None:
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+        require(x.layout is torch.strided and not x.is_nested, f"{name} must be dense and strided, not {x.layout}")
 
 
 def check_query(q: torch.Tensor, cache: PagedKVCache, batch: int | None) -> None:

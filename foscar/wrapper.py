@@ -21,8 +21,7 @@ from .checks import (
     require,
     with_sinks,
 )
-from .common.cache import PagedKVCache
-from .common.errors import UnsupportedDeviceError
+from .common.cache import PagedKVCache, check_device
 from .common.formats import KVFormat, check_format, check_whole
 from .common.options import AttentionOptions
 from .hopper.config import TileConfig
@@ -48,14 +47,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         device: where caches will be; None: the tables' device.
 
     Raises:
-        UnsupportedDeviceError: "cuda" where torch sees no GPU.
+        ValueError, UnsupportedDeviceError: no device, or "cuda" where torch sees no GPU.
     """
 
     def __init__(self, device: torch.device | str | None = None):
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else check_device(device)
         if self.device is not None and self.device.type == "cuda" and self.device.index is None:
-            if not torch.cuda.is_available():
-                raise UnsupportedDeviceError(f"device {str(device)!r} needs a GPU, and torch sees none")
             self.device = torch.device("cuda", torch.cuda.current_device())  # as a tensor names it
         self._tables: Tables | None = None
         self._lengths: dict[tuple[int, torch.device], torch.Tensor] = {}  # derived ones, where graphs read them

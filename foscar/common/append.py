@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 
 from foscar.common.append_checks import check_cut_groups, check_page_ids, check_positions
-from foscar.common.pack import TensorTable, pack_codes, param_bytes, params_from_bytes, unpack_codes
+from foscar.common.autocast import without_autocast
+from foscar.common.pack import TensorTable, pack_codes, param_bytes, params_from_bytes, record_tables, unpack_codes
 from foscar.common.quantize import (
     Quantized,
     explain_bad_group,
@@ -90,6 +91,18 @@ class Write:
 def _read(data: torch.Tensor, page: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Bytes [m, heads, w] of ``data`` [pages, heads, record] at byte offsets [m, w] of the records of ``page`` [m]."""
     return data.transpose(1, 2)[page[:, None], offsets].transpose(1, 2)
+
+
+@without_autocast
+def store(cache, k: torch.Tensor, v: torch.Tensor, new: NewTokens, check: bool) -> None:
+    """Plan both sides, then write."""
+    tables, layout = record_tables(cache.layout, cache.device), cache.layout
+    writes = []
+    for name, x, table, group in (("k", k, tables.k, layout.k_group), ("v", v, tables.v, layout.v_group)):
+        plan = plan_tokens if table.format.axis == "token" else plan_channels
+        writes += plan(cache, new, name, x, table, group, check)
+    for write in writes:
+        write.store(cache.data)
 
 
 def plan_tokens(cache, new: NewTokens, name, x, table: TensorTable, group: int, check: bool) -> list[Write]:

@@ -49,6 +49,8 @@ def check_new_values(cache, k, v, block_table, seq_lens, indptr) -> None:
     for name, x in (tensors if indptr is None else tensors | {"indptr": indptr}).items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+        if x.layout is not torch.strided or x.is_nested:
+            raise ValueError(f"{name} must be dense and strided, not {x.layout}")
     want = (cache.num_kv_heads, cache.head_dim)
     for name, x in (("k", k), ("v", v)):
         if not x.is_floating_point() or x.ndim != 3 or tuple(x.shape[1:]) != want:

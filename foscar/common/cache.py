@@ -12,9 +12,10 @@ import functools
 
 import torch
 
-from foscar.common import append as _append
 from foscar.common import append_launch, traced
+from foscar.common.append import NewTokens, store
 from foscar.common.append_checks import check_new_values
+from foscar.common.autocast import without_autocast
 from foscar.common.errors import UnsupportedDeviceError
 from foscar.common.formats import KVFormat, RecordLayout, check_format, check_whole
 from foscar.common.pack import TensorTable, record_tables, unpack_tensor
@@ -146,14 +147,7 @@ class PagedKVCache:
         if self.device.type == "cuda" and not check:
             if append_launch.launch(self, k, v, block_table, seq_lens, indptr):
                 return
-        new = _append.NewTokens.make(self, k, v, block_table, seq_lens, indptr)
-        tables = record_tables(self.layout, self.device)
-        writes = []
-        for name, x, table, group in (("k", k, tables.k, self.layout.k_group), ("v", v, tables.v, self.layout.v_group)):
-            plan = _append.plan_tokens if table.format.axis == "token" else _append.plan_channels
-            writes += plan(self, new, name, x, table, group, check)
-        for write in writes:
-            write.store(self.data)
+        store(self, k, v, NewTokens.make(self, k, v, block_table, seq_lens, indptr), check)
 
     def read_tokens(
         self, block_table_row: torch.Tensor, start: int, stop: int, sides: str = "kv"
@@ -181,6 +175,7 @@ class PagedKVCache:
         wanted = (getattr(tables, side) for side in sides)
         return tuple(_first_tokens(unpack_tensor(self.layout, t, records), t, stop - start) for t in wanted)
 
+    @without_autocast
     def dequantize_request(
         self, block_table_row: torch.Tensor, length: int, dtype: torch.dtype = torch.float64
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,8 +204,16 @@ def _layout(format: KVFormat, head_dim: int, page_size: int) -> RecordLayout:
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """A device that a caller gave; UnsupportedDeviceError for "cuda" where torch sees no GPU."""
-    device = torch.device(device)
+    """A device that a caller gave.
+
+    Raises:
+        ValueError: not a device, nor the name of one.
+        UnsupportedDeviceError: "cuda" where torch sees no GPU.
+    """
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a torch.device or its name, such as 'cuda:0', not {device!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedDeviceError(f"device {str(device)!r} needs a GPU, and torch sees none; device='cpu' runs the "
                                      "CPU backend")  # fmt: skip

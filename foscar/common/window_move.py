@@ -107,3 +107,15 @@ def check_lengths(cache, seq_lens: torch.Tensor, slot_ids: torch.Tensor, *, read
     for b in (bad if read else bad & (slot_ids >= 0)).nonzero()[:1, 0].tolist():
         where = f"slot {int(slot_ids[b])} holds 0 .. {int(held[b])}"
         raise ValueError(f"request {b} has {int(seq_lens[b])} tokens; {where}")
+
+
+def check_finite(cache, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ValueError for new values that a window or the parameters of ``cache``, a WindowedKVCache, cannot hold."""
+    for dtype in {param_dtype(cache.window.dtype), param_dtype(cache.packed.format.params)}:
+        for name, x in (("k", k), ("v", v)):
+            bad = ~x.to(dtype).isfinite()
+            if bool(bad.any()):
+                i, head, channel = bad.nonzero()[0].tolist()
+                kind = str(dtype).removeprefix("torch.")
+                raise ValueError(f"{name}[token {i}, head {head}, channel {channel}] is "
+                                 f"{float(x[i, head, channel])}, which is not finite in {kind}")  # fmt: skip

@@ -23,11 +23,12 @@ import torch.nn.functional as F
 
 from foscar.common import append as _append
 from foscar.common.append_checks import check_new_values, check_page_ids, check_positions
+from foscar.common.autocast import without_autocast
 from foscar.common.cache import PagedKVCache, check_device
 from foscar.common.formats import KVFormat, check_whole
 from foscar.common.pack import record_tables
 from foscar.common.quantize import param_dtype
-from foscar.common.window_move import Move, WindowConfig, check_lengths, check_slots
+from foscar.common.window_move import Move, WindowConfig, check_finite, check_lengths, check_slots
 
 RING_UNIT = 16  # the ring's capacity is a multiple
 
@@ -79,9 +80,6 @@ class WindowedKVCache:
         device = check_device(device)
         # one page and one slot more than asked for: where rows go that store nothing, so that the host need not know
         self._records = torch.zeros(num_pages + 1, *one.data.shape[1:], dtype=torch.uint8, device=device)
-        self.packed = PagedKVCache(
-            num_pages, page_size, num_kv_heads, head_dim, one.format, data=self._records[:num_pages]
-        )
         groups = [
             group
             for f, group in ((one.format.k, one.layout.k_group), (one.format.v, one.layout.v_group))
@@ -96,9 +94,22 @@ class WindowedKVCache:
 
         self._sink, self._recent = ((storage(n), storage(n)) for n in (window.n_sink, self.capacity))
         self._packed_lens = torch.zeros(self.max_batch + 1, dtype=torch.int32, device=device)
+        self._make_views((num_pages, page_size, num_kv_heads, head_dim, one.format))
+
+    def _make_views(self, shape: tuple) -> None:
+        """All but the spare page and slot; ``shape``: of the packed cache."""
+        self._shape, self.packed = shape, PagedKVCache(*shape, data=self._records[: shape[0]])
         self.sink_k, self.sink_v = (x[: self.max_batch] for x in self._sink)
         self.recent_k, self.recent_v = (x[: self.max_batch] for x in self._recent)
         self.packed_lens = self._packed_lens[: self.max_batch]
+
+    def __getstate__(self) -> dict:
+        views = ("packed", "sink_k", "sink_v", "recent_k", "recent_v", "packed_lens")  # pickle would take them apart
+        return {name: x for name, x in vars(self).items() if name not in views}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._make_views(self._shape)
 
     @property
     def device(self) -> torch.device:
@@ -133,6 +144,7 @@ class WindowedKVCache:
         slots = slot_ids.long()
         return torch.where(slots < 0, self.max_batch, slots)
 
+    @without_autocast
     def append(
         self,
         k: torch.Tensor,
@@ -168,7 +180,7 @@ class WindowedKVCache:
         check_lengths(self, seq_lens, slot_ids)
         check = self.device.type == "cpu" if check is None else check
         if check:
-            self._check_finite(k, v)
+            check_finite(self, k, v)
         padding = (0, self.packed.padded_head_dim - self.packed.head_dim)
         new = [F.pad(x.to(param_dtype(self.window.dtype)), padding) for x in (k, v)]
         move = Move.make(self, seq_lens, slot_ids, indptr, k.shape[0])
@@ -239,16 +251,6 @@ class WindowedKVCache:
             found.append(x[..., : self.packed.head_dim])
         return found
 
-    def _check_finite(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        for dtype in {param_dtype(self.window.dtype), param_dtype(self.packed.format.params)}:
-            for name, x in (("k", k), ("v", v)):
-                bad = ~x.to(dtype).isfinite()
-                if bool(bad.any()):
-                    i, head, channel = bad.nonzero()[0].tolist()
-                    kind = str(dtype).removeprefix("torch.")
-                    raise ValueError(f"{name}[token {i}, head {head}, channel {channel}] is "
-                                     f"{float(x[i, head, channel])}, which is not finite in {kind}")  # fmt: skip
-
     def fork(self, source: int, target: int) -> None:
         """Make slot ``target`` a request that begins like slot ``source``'s, with as many of its tokens as it likes.
 
@@ -265,6 +267,7 @@ class WindowedKVCache:
             x[target] = x[source]
         self.packed_lens[target] = self.packed_lens[source]
 
+    @without_autocast
     def read_request(
         self, block_table_row: torch.Tensor, length: int, slot: int, dtype: torch.dtype = torch.float64
     ) -> tuple[torch.Tensor, torch.Tensor]:
