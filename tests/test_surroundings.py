@@ -130,6 +130,28 @@ def test_no_device(device):
             make()
 
 
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_what_cannot_be_read_or_stored(fmt):
+    windowed = WindowedKVCache(4, 16, 2, 64, fmt, max_batch=2, window=WindowConfig(4, 20))
+    cache, row, x = windowed.packed, int32([0, 1, 2, 3]), torch.ones(1, 2, 64)
+    for call, kind, message in (
+        (lambda: cache.dequantize_request([0, 1], 3), TypeError, "block_table_row must be a torch.Tensor, not list"),
+        (lambda: cache.dequantize_request(row[None], 3), ValueError, r"block_table_row must be .max_pages."),
+        (lambda: cache.dequantize_request(row, 3.0), TypeError, "stop must be a whole number, not 3.0"),
+        (lambda: cache.dequantize_request(row, 65), ValueError, "do not fit 4 pages of 16"),
+        (lambda: cache.read_tokens(row, 0, 3, "kq"), ValueError, "sides of 'k' and 'v', not .4. and 'kq'"),
+        (lambda: windowed.read_request(row, -1, 0), ValueError, "length must be 0 or more"),
+        (lambda: windowed.read_request(row, 1, -1), ValueError, "slot 0 .. 1, not 1 and -1"),
+        (lambda: windowed.read_request(row, 1, 2), ValueError, "slot 0 .. 1, not 1 and 2"),
+        (lambda: cache.append(x.to(torch.float8_e5m2), x, row[None], int32([0])), ValueError, "of 16 bits or more"),
+        (lambda: foscar.PagedKVCache(4, 16, 2, 64, fmt, data=cache.data.to_sparse()), ValueError, "dense and strided"),
+        (lambda: foscar.merge_states(x.to_sparse(), x[..., 0], x, x[..., 0]), ValueError, "dense and strided"),
+    ):
+        with pytest.raises(kind, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
 # ---------------------------------------------------------------------------------------------- copies
 COPIES = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "deepcopy": copy.deepcopy}
 

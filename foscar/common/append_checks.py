@@ -53,9 +53,9 @@ def check_new_values(cache, k, v, block_table, seq_lens, indptr) -> None:
             raise ValueError(f"{name} must be dense and strided, not {x.layout}")
     want = (cache.num_kv_heads, cache.head_dim)
     for name, x in (("k", k), ("v", v)):
-        if not x.is_floating_point() or x.ndim != 3 or tuple(x.shape[1:]) != want:
+        if not x.is_floating_point() or x.itemsize < 2 or x.ndim != 3 or tuple(x.shape[1:]) != want:
             raise ValueError(
-                f"{name} must be a float tensor [n, {want[0]}, {want[1]}] (KV heads, head_dim), "
+                f"{name} must be a float tensor, of 16 bits or more, [n, {want[0]}, {want[1]}] (KV heads, head_dim), "
                 f"not {x.dtype} {list(x.shape)}"
             )
         if x.device != cache.device:

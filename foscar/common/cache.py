@@ -161,8 +161,20 @@ class PagedKVCache:
         Args:
             block_table_row: int32 [max_pages].
             start: a multiple of the page size.
+            sides: of "k" and "v", in the order wanted.
+
+        Raises:
+            TypeError: a row that is no tensor.
+            ValueError: a row of another shape, tokens that it has no pages for, other sides; on the CPU also a page id
+                outside the cache.
         """
         page = self.page_size
+        if not isinstance(block_table_row, torch.Tensor):
+            raise TypeError(f"block_table_row must be a torch.Tensor, not {type(block_table_row).__name__}")
+        if block_table_row.ndim != 1 or not set(sides) <= {"k", "v"}:
+            raise ValueError(f"block_table_row must be [max_pages] and sides of 'k' and 'v', not "
+                             f"{list(block_table_row.shape)} and {sides!r}")  # fmt: skip
+        start, stop = check_whole("start", start), check_whole("stop", stop)
         if start % page or not 0 <= start <= stop or -(-stop // page) > block_table_row.shape[0]:
             raise ValueError(
                 f"tokens {start}:{stop} do not start at a page or do not fit {block_table_row.shape[0]} pages of {page}"
@@ -223,6 +235,8 @@ def check_device(device: str | torch.device) -> torch.device:
 def _check_storage(data: torch.Tensor, shape: tuple[int, int, int]) -> None:
     if not isinstance(data, torch.Tensor):
         raise TypeError(f"data must be a torch.Tensor, not {type(data).__name__}")
+    if data.layout is not torch.strided:
+        raise ValueError(f"data must be dense and strided, not {data.layout}")
     if data.dtype != torch.uint8 or tuple(data.shape) != shape:
         raise ValueError(f"data must be uint8 {list(shape)}, not {data.dtype} {list(data.shape)}")
     if data.numel() == 0:

@@ -86,6 +86,7 @@ def _check(outs, lses, lse_base) -> None:
         for x in given:
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name} must hold tensors, not {type(x).__name__}")
+            _require(x.layout is torch.strided, f"{name} must be dense and strided, not {x.layout}")
     _require(len(outs) == len(lses) > 0, f"{len(outs)} outputs and {len(lses)} LSEs: as many are needed, one or more")
     first = outs[0]
     _require(

@@ -271,7 +271,13 @@ class WindowedKVCache:
     def read_request(
         self, block_table_row: torch.Tensor, length: int, slot: int, dtype: torch.dtype = torch.float64
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K, V) of one request [length, num_kv_heads, head_dim]: what is kept of it, as ``dtype``; the host waits."""
+        """(K, V) of one request [length, num_kv_heads, head_dim]: what is kept of it, as ``dtype``; the host waits.
+
+        Raises:
+            TypeError, ValueError: no slot, a length below 0, a row as of :meth:`foscar.PagedKVCache.read_tokens`.
+        """
+        if check_whole("length", length) < 0 or not 0 <= check_whole("slot", slot) < self.max_batch:
+            raise ValueError(f"length must be 0 or more and slot 0 .. {self.max_batch - 1}, not {length} and {slot}")
         n_sink, dev = self.window.n_sink, self.device
         sink = min(length, n_sink)
         packed = min(int(self.packed_lens[slot]), length - sink)
