@@ -255,6 +255,8 @@ def main() -> int:
         arch = device_arch()
     except foscar.UnsupportedDeviceError as e:
         on_cpu(str(e), formats)
+        if args.json:
+            print(f"{args.json} was not written: there is nothing measured.")
         return 0
     gpu = torch.cuda.get_device_name()
     print(f"{gpu} ({arch}), {tile}, {', '.join(f'{k} {v}' for k, v in versions().items() if v)}")

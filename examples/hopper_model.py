@@ -61,7 +61,10 @@ def bandwidth(config: DecodeConfig, cycles: float) -> float:
 
 def measured(path: Path) -> dict[tuple[str, int], float]:
     """GB/s by (format, query heads per KV head) of the problem with the most tokens."""
-    problems = json.loads(path.read_text())["problems"]
+    try:
+        problems = json.loads(path.read_text())["problems"]
+    except (OSError, ValueError, LookupError) as e:
+        raise SystemExit(f"--json: {path} is not what bench_decode.py writes: {e}") from None
     most = max(p["batch"] * p["length"] for p in problems)
     return {
         (row["name"].removeprefix("foscar "), p["q_heads"] // p["kv_heads"]): row["gbps"]
@@ -76,8 +79,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="what bench_decode.py wrote")
     options = parser.parse_args()
-    find_nvdisasm()  # before anything is compiled
     found = measured(options.json) if options.json else {}
+    find_nvdisasm()  # before anything is compiled
 
     def row(name: str, config: DecodeConfig) -> tuple[str, Tile, tuple[str, str]]:
         t = tile(config)
