@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import operator
 
 import pytest
 from hypothesis import example, given, settings
@@ -74,7 +75,7 @@ def test_the_device_computes_the_same_bounds(total, workers, data):
     schedule = pytest.importorskip("foscar.common.schedule", reason="the kernels need nvidia-cutlass-dsl")
     workers = min(workers, total)
     i = data.draw(st.integers(0, workers))
-    assert schedule.bound(total, workers, i) == total * i // workers
+    assert schedule.bound(total, workers, i, operator.floordiv) == total * i // workers
     assert total // workers * i < 2**31 and (total % workers) * i < 2**31
 
 

@@ -49,6 +49,16 @@ def warp_max(word) -> Uint32:
     return Uint32(_pure(T.i32(), [Uint32(word)], "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r"))
 
 
+def warp_add(number) -> Int32:
+    """The sum of an Int32 over the warp, in every lane."""
+    return Int32(_pure(T.i32(), [Int32(number)], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r"))
+
+
+def divide(a, b) -> Int32:
+    """``a // b`` of non-negative Int32: unsigned, without the steps that floor a negative quotient."""
+    return Int32(Uint32(a) // Uint32(b))
+
+
 def separate_zero() -> Uint32:
     """0 in a register that no other zero shares: one that a wgmma in flight reads must not be accessed."""
     return Uint32(_pure(T.i32(), [], "mov.b32 $0, 0;", "=r"))

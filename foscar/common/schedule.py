@@ -116,48 +116,79 @@ def _line_tiles(args, request, options: KernelOptions) -> Int32:
     return cut.tiles if cut.chunks is None else cut.tiles * cut.chunks
 
 
+@dataclass
+class Scan:
+    """One KV head's line of tiles, shared out over a warp: a lane has ``share`` consecutive requests."""
+
+    share: Int32
+    own: Int32  # tiles of the lane's requests
+    upto: Int32  # and of all before
+    total: Int32
+
+
+def _upto(own: Int32, lane: Int32) -> Int32:
+    """The sum of ``own`` over this and all lower lanes."""
+    upto = own
+    for k in range(5):
+        other = cute.arch.shuffle_sync_up(upto, offset=1 << k, mask_and_clamp=0)
+        upto = upto + cutlass.select_(lane >= (1 << k), other, Int32(0))
+    return upto
+
+
 @cute.jit
-def _total_tiles(args, options: cutlass.Constexpr, lane: Int32, request: Int32):
+def _scan(args, options: cutlass.Constexpr, lane: Int32) -> Scan:
+    share = (args.batch + 31) >> 5
+    own = Int32(0)
+    first = lane * share
+    for i in cutlass.range(first, cutlass.min(first + share, args.batch), unroll=1):
+        own = own + _line_tiles(args, i, options)
+    upto = _upto(own, lane)
+    return Scan(share, own, upto, cute.arch.shuffle_sync(upto, 31))
+
+
+def _lanes_before(upto: Int32, line: Int32) -> Int32:
+    """How many lanes' tiles end at or before position ``line``; ``upto`` does not fall from lane to lane."""
+    return Int32(cute.arch.popc(cute.arch.vote_ballot_sync(upto <= line)))
+
+
+@cute.jit
+def _find_request(args, options: cutlass.Constexpr, lane: Int32, scan: Scan, line: Int32):
+    """The request that holds position ``line`` (below the total), and the tiles before it."""
+    holder = _lanes_before(scan.upto, line)
+    before = cute.arch.shuffle_sync(scan.upto - scan.own, holder)
+    request = holder * scan.share
+    if scan.share > 1:
+        end = cutlass.min(request + scan.share, args.batch)
+        passed = Int32(32)
+        while passed == 32:  # 32 of the lane's requests at a time; one of them holds the position
+            own = Int32(0)
+            if request + lane < end:
+                own = _line_tiles(args, request + lane, options)
+            upto = _upto(own, lane) + before
+            passed = _lanes_before(upto, line)
+            before = cute.arch.shuffle_sync(upto - own, cutlass.min(passed, 31))
+            if passed == 32:
+                before = cute.arch.shuffle_sync(upto, 31)
+            request = request + passed
+    return request, before
+
+
+@cute.jit
+def _tiles_before(args, options: cutlass.Constexpr, lane: Int32, request: Int32):
     """Tiles of one KV head's line: all, and those before ``request``."""
     total = Int32(0)
     before = Int32(0)
     for i in cutlass.range(lane, args.batch, 32, unroll=1):
         tiles = _line_tiles(args, i, options)
         total = total + tiles
-        if i < request:
-            before = before + tiles
-    lanes = (1, 2, 4, 8, 16)
-    return device.butterfly(device.add, total, lanes), device.butterfly(device.add, before, lanes)
+        before = before + cutlass.select_(i < request, tiles, Int32(0))
+    return device.warp_add(total), device.warp_add(before)
 
 
-@cute.jit
-def _find_request(args, options: cutlass.Constexpr, lane: Int32, line: Int32):
-    """The request that holds position ``line`` of one KV head's line of tiles, and the tiles before it."""
-    count = Int32(0)
-    before = Int32(0)
-    running = Int32(0)
-    for base in cutlass.range(0, args.batch, 32, unroll=1):
-        tiles = Int32(0)
-        if base + lane < args.batch:
-            tiles = _line_tiles(args, base + lane, options)
-        upto = tiles
-        for k in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(upto, offset=1 << k, mask_and_clamp=0)
-            if lane >= (1 << k):
-                upto = upto + other
-        upto = upto + running
-        running = cute.arch.shuffle_sync(upto, 31)
-        if (tiles > 0) & (upto <= line):
-            count = count + 1
-            before = upto
-    request = device.butterfly(device.add, count, (1, 2, 4, 8, 16))
-    return request, device.butterfly(cutlass.max, before, (1, 2, 4, 8, 16))
-
-
-def bound(total, workers, i) -> Int32:
+def bound(total, workers, i, divide=device.divide) -> Int32:
     """``total * i // workers`` without a 64-bit division (a product of two numbers of workers fits in 31 bits)."""
-    each = total // workers
-    return each * i + (total - each * workers) * i // workers
+    each = divide(total, workers)
+    return each * i + divide((total - each * workers) * i, workers)
 
 
 @cute.jit
@@ -180,7 +211,8 @@ def start(args, local: Int32, per_cta: cutlass.Constexpr, lane: Int32, options: 
     """The work of worker ``local`` (0 .. per_cta - 1) of this CTA."""
     cta = cute.arch.block_idx()[0]
     ctas = cute.arch.grid_dim()[0]
-    total = _total_tiles(args, options, lane, Int32(0))[0] * args.kv_heads
+    scan = _scan(args, options, lane)
+    total = scan.total * args.kv_heads
     workers = cutlass.min(ctas * per_cta, total)
     # Neighbours share a CTA, so that every SM gets the same bytes; where not every worker has a tile, CTAs come first.
     worker = cta * per_cta + local
@@ -191,10 +223,11 @@ def start(args, local: Int32, per_cta: cutlass.Constexpr, lane: Int32, options: 
     if worker >= workers:
         left = Int32(0)
         begin = Int32(0)
-    request, before = _find_request(args, options, lane, begin // args.kv_heads)
+    request, before = _find_request(args, options, lane, scan, device.divide(begin, args.kv_heads))
     inside = begin - before * args.kv_heads
     tiles = cut_of(args, request, options).tiles
-    return Work(request, inside // tiles, inside % tiles, begin, left, total, workers, worker)
+    head = device.divide(inside, tiles)
+    return Work(request, head, inside - head * tiles, begin, left, total, workers, worker)
 
 
 @dataclass
@@ -211,8 +244,9 @@ class Split:
 def split_of_item(args, options: cutlass.Constexpr, most: Int32, heads: Int32, item: Int32, lane: Int32) -> Split:
     """Who shares ``item`` (request * heads + head; ``heads``: the most that a request can have) where up to ``most``
     workers take part; by one warp."""
-    request, head = item // heads, item % heads
-    line, before = _total_tiles(args, options, lane, request)
+    request = device.divide(item, heads)
+    head = item - request * heads
+    line, before = _tiles_before(args, options, lane, request)
     cut = cut_of(args, request, options)
     total, tiles = line * args.kv_heads, cut.tiles
     workers = cutlass.min(most, total)
@@ -231,13 +265,14 @@ def split_of_item(args, options: cutlass.Constexpr, most: Int32, heads: Int32, i
 @cute.jit
 def split_of_worker(args, options: cutlass.Constexpr, most: Int32, worker: Int32, lane: Int32) -> Split:
     """The item that ``worker`` begins and others finish (it is the last of its range); by one warp."""
-    total = _total_tiles(args, options, lane, Int32(0))[0] * args.kv_heads
+    scan = _scan(args, options, lane)
+    total = scan.total * args.kv_heads
     workers = cutlass.min(most, total)
     place = cutlass.min(worker, workers - 1)
     end = bound(total, workers, place + 1)
-    request, before = _find_request(args, options, lane, (end - 1) // args.kv_heads)
+    request, before = _find_request(args, options, lane, scan, device.divide(end - 1, args.kv_heads))
     tiles = cut_of(args, request, options).tiles
-    head = (end - 1 - before * args.kv_heads) // tiles
+    head = device.divide(end - 1 - before * args.kv_heads, tiles)
     begin = before * args.kv_heads + head * tiles
     count = worker_of(total, workers, begin + tiles - 1) - place + 1
     if (worker >= workers) | (begin < bound(total, workers, place)):
