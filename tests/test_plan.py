@@ -175,12 +175,23 @@ def test_fewer_tiles_than_workers():
 
 
 @relaxed
-@given(items=st.integers(1, 2000), workers=st.integers(1, 500), group=st.integers(1, 16), ctas=st.integers(1, 200))
-def test_the_combine_covers_all_that_may_be_split(items, workers, group, ctas):
-    """A CTA for every entry and every query head."""
-    by_item, heads_per_cta, grid = combine_grid(items, workers, group, ctas)
-    entries = items if by_item else workers
-    assert 1 <= heads_per_cta <= group and grid == entries * -(-group // heads_per_cta)
+@given(
+    items=st.integers(1, 2000), workers=st.integers(1, 500), rows=st.integers(1, 16), sms=st.integers(1, 200),
+    head_dim=st.sampled_from([64, 128, 256]),
+)  # fmt: skip
+def test_the_combine_covers_all_that_may_be_split(items, workers, rows, sms, head_dim):
+    """CTAs for every entry and all its channels."""
+    grid = combine_grid(items, workers, rows, head_dim, sms)
+    entries, channels = items if grid.by_item else workers, 4 << grid.lane_bits
+    columns = rows * head_dim // channels
+    assert 2 <= grid.lane_bits <= 5 and head_dim % channels == 0
+    assert 1 <= grid.columns <= columns and grid.ctas == entries * -(-columns // grid.columns)
+    assert grid.ctas <= max(entries, 2 * sms)
+
+
+def test_the_combine_of_one_item_takes_many_ctas():
+    ctas = [combine_grid(n, 396, 8, 128, 132).ctas for n in (1, 2, 8, 16, 64, 128, 500)]
+    assert ctas == [64, 128, 256, 256, 256, 256, 396]
 
 
 def test_every_head_dim_has_a_combine():

@@ -163,17 +163,36 @@ def segments(
     return result
 
 
-def combine_grid(items: int, workers: int, group: int, ctas: int) -> tuple[int, int, int]:
-    """(by_item, heads_per_cta, CTAs) of the combine kernel for ``items`` items of ``group`` heads or rows.
+@dataclass(frozen=True)
+class CombineGrid:
+    """How the combine kernel's work is cut (combine.py): its parameters of these names, and its CTAs."""
 
-    Few items are split into many parts each, so a CTA takes one head; of many items most are whole or in two parts,
-    so a CTA takes all heads, and looking per worker instead of per item bounds the CTAs that only look.
+    by_item: int
+    columns: int
+    lane_bits: int
+    ctas: int
+
+
+def combine_grid(items: int, workers: int, rows: int, head_dim: int, sms: int) -> CombineGrid:
+    """For ``items`` items of ``rows`` query heads or rows, shared out over ``workers`` by the decode kernel.
+
+    Few items are split into many parts each: as many CTAs as the SMs take at once, of narrow columns.  Of many items
+    most are whole or in two parts, so a CTA takes all of an entry, and looking per worker instead of per item bounds
+    the CTAs that only look.
     """
     by_item = items < workers
-    heads_per_cta = 1 if items * group <= 2 * ctas else group
-    return int(by_item), heads_per_cta, (items if by_item else workers) * -(-group // heads_per_cta)
+    entries = items if by_item else workers
+    most = (head_dim // 4).bit_length() - 1
+    columns, lane_bits = rows << max(0, most - 5), min(most, 5)
+    per_cta = columns
+    while per_cta > 1 and entries * -(-columns // (per_cta - 1)) <= COMBINE_CTAS * sms:
+        per_cta -= 1
+    while per_cta == 1 and lane_bits > 2 and entries * columns * 2 <= COMBINE_CTAS * sms:
+        columns, lane_bits = 2 * columns, lane_bits - 1
+    return CombineGrid(int(by_item), per_cta, lane_bits, entries * -(-columns // per_cta))
 
 
+COMBINE_CTAS = 2  # per SM, where there is a choice
 COMBINE_WARPS = 8
 
 

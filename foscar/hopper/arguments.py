@@ -36,7 +36,7 @@ _COMBINE_NAMES = (
     "group", "lse_unit",
 )  # fmt: skip
 COMBINE: dict[str, str] = {name: DECODE[name] for name in _COMBINE_NAMES}
-COMBINE |= {"workers": "i32", "by_item": "i32", "heads_per_cta": "i32"}
+COMBINE |= {"workers": "i32", "by_item": "i32", "columns": "i32", "lane_bits": "i32"}
 
 # Parameters that come with an option: of both kernels, of the decode kernel, of the combine.
 _BOTH = {

@@ -94,7 +94,7 @@ def launch_values(
     more = option_values(config, variant, group)
     items = kv_heads * more.pop("chunks")
     item_rows = config.heads if config.options.rows else group
-    by_item, heads_per_cta, combine_ctas = combine_grid(batch * items, workers, item_rows, ctas)
+    combine = combine_grid(batch * items, workers, item_rows, config.head_dim, ctas)
     scale_log2 = sm_scale * math.log2(math.e)
     if config.options.soft_cap:
         scale_log2 = min(scale_log2 * 2 / variant.options.soft_cap, FLOAT32_MAX)
@@ -121,12 +121,13 @@ def launch_values(
         "sm_scale_log2": scale_log2,
         "lse_unit": LSE_UNITS[lse_base],
         "workers": workers,
-        "by_item": by_item,
-        "heads_per_cta": heads_per_cta,
+        "by_item": combine.by_item,
+        "columns": combine.columns,
+        "lane_bits": combine.lane_bits,
         "items_per_request": items,
         **more,
     }
-    return values, (ctas, combine_ctas)
+    return values, (ctas, combine.ctas)
 
 
 def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConfig, str, dict[str, str]], ...]:
