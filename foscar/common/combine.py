@@ -212,7 +212,7 @@ def combine_kernel(values: list, names: cutlass.Constexpr, cfg: cutlass.Constexp
                         total = total + stats[0, local * slices + w]
                         for c in cutlass.range_constexpr(WIDTH):
                             result[c] = result[c] + sums[WIDTH * unit + c, local * slices + w]
-                inverse = Float32(1.0) / total
+                inverse = device.reciprocal(total)
                 if cutlass.const_expr(options.rows):
                     inverse = cutlass.select_(total == Float32(0.0), Float32(0.0), inverse)
                 head = column >> column_bits
