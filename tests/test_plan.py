@@ -186,12 +186,12 @@ def test_the_combine_covers_all_that_may_be_split(items, workers, rows, sms, hea
     columns = rows * head_dim // channels
     assert 2 <= grid.lane_bits <= 5 and head_dim % channels == 0
     assert 1 <= grid.columns <= columns and grid.ctas == entries * -(-columns // grid.columns)
-    assert grid.ctas <= max(entries, 2 * sms)
+    assert grid.ctas <= max(entries, sms)
 
 
 def test_the_combine_of_one_item_takes_many_ctas():
     ctas = [combine_grid(n, 396, 8, 128, 132).ctas for n in (1, 2, 8, 16, 64, 128, 500)]
-    assert ctas == [64, 128, 256, 256, 256, 256, 396]
+    assert ctas == [64, 128, 128, 128, 128, 128, 396]
 
 
 def test_every_head_dim_has_a_combine():

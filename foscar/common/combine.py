@@ -20,13 +20,14 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 
 from . import device, rows, schedule
 from .plan import COMBINE_WARPS as WARPS
 
 BATCH = 4  # parts that a lane has in flight
 WIDTH = 4  # channels that a lane has of a part: 16 bytes
+NOTHING = -3.4028234663852886e38  # the largest LSE of no parts, or of rows that see nothing: -inf less it is no NaN
 
 
 @dataclass
@@ -72,67 +73,79 @@ class Parts:
         slot = 2 * (self.first + s) + cutlass.select_(s == 0, Int32(1), Int32(0))
         return Int64(slot * self.group + self.head)
 
-    def log_sum(self, s) -> Float32:
-        return _floats(self.lse + 4 * self.row(s), 1)[0]
-
 
 def _floats(address, count: int) -> cute.Tensor:
     return cute.make_tensor(device.global_pointer(Float32, address, 4 * count), cute.make_layout(count))
 
 
 @cute.jit
-def _largest(parts: Parts, lane: Int32, cfg: cutlass.Constexpr) -> Float32:
-    """The largest LSE of all parts, by one warp; NaN where one is."""
-    top = Float32(rows.LOWEST if cutlass.const_expr(cfg.options.rows) else float("-inf"))
-    for base in cutlass.range(lane, parts.count, 32 * BATCH, unroll=1):
-        four = [parts.log_sum(cutlass.min(base + 32 * i, parts.count - 1)) for i in range(BATCH)]
-        top = device.tree(device.max_nan, [top, *four])
-    # As integers that rise with the number: one instruction for the warp.
-    bits = top.bitcast(Int32)
-    ordered = device.warp_max(bits.bitcast(Uint32) ^ ((bits >> 31).bitcast(Uint32) | Uint32(0x80000000)))
-    back = ordered ^ (((ordered.bitcast(Int32) >> 31) ^ -1).bitcast(Uint32) | Uint32(0x80000000))
-    return back.bitcast(Float32)
-
-
-@cute.jit
-def _load(parts: Parts, begin: Int32, step: Int32, values: list, lses: cute.Tensor, cfg: cutlass.Constexpr) -> None:
-    """Parts ``begin``, ``begin + step``, ...: one trip to memory for BATCH of them; past the end the last one."""
-    for i in cutlass.range_constexpr(BATCH):
-        row = parts.row(cutlass.min(begin + i * step, parts.count - 1))
-        cute.autovec_copy(_floats(parts.out + 4 * cfg.head_dim * row, WIDTH), values[i])
-        lses[i] = _floats(parts.lse + 4 * row, 1)[0]
-
-
-@cute.jit
-def _merge(parts: Parts, begin: Int32, step: Int32, lane: Int32, cfg: cutlass.Constexpr) -> tuple:
-    """(the lane's channels of ``sum 2^(lse - top) O``, ``sum 2^(lse - top)``) of every ``step``-th part from ``begin``
-    on, and ``top``, the largest LSE of all."""
-    values = [cute.make_rmem_tensor((WIDTH,), Float32) for _ in range(BATCH)]
-    lses = cute.make_rmem_tensor((BATCH,), Float32)
-    _load(parts, begin, step, values, lses, cfg)
-    top = _largest(parts, lane, cfg)
+def _merge(parts: Parts, begin: Int32, step: Int32, cfg: cutlass.Constexpr):
+    """Every ``step``-th part from ``begin`` on: (the lane's channels of ``sum 2^(lse - m) O`` and last
+    ``sum 2^(lse - m)``, m, the largest LSE of these parts)."""
     acc = cute.make_rmem_tensor((WIDTH + 1,), Float32)
     acc.fill(0.0)
-    while begin < parts.count:
+    m = Float32(NOTHING)
+    for base in cutlass.range(begin, parts.count, step * BATCH, unroll=1):
+        # All loads first: one trip to memory for BATCH parts. Past the end the last part is read with weight 0.
+        values, lses = [], []
         for i in cutlass.range_constexpr(BATCH):
-            here = begin + i * step < parts.count
+            row = parts.row(cutlass.min(base + i * step, parts.count - 1))
+            value = cute.make_rmem_tensor((WIDTH,), Float32)
+            cute.autovec_copy(_floats(parts.out + 4 * cfg.head_dim * row, WIDTH), value)
+            values.append(value)
+            lses.append(_floats(parts.lse + 4 * row, 1)[0])
+        top = device.tree(cute.arch.fmax, [m, *lses])
+        old = device.exp2(m - top)
+        m = top
+        for c in cutlass.range_constexpr(WIDTH + 1):
+            acc[c] = acc[c] * old
+        for i in cutlass.range_constexpr(BATCH):
+            here = base + i * step < parts.count
             weight = Float32(cutlass.select_(here, device.exp2(lses[i] - top), Float32(0.0)))
             acc[WIDTH] = acc[WIDTH] + weight
             for c in cutlass.range_constexpr(WIDTH):
                 acc[c] = device.fma(weight, values[i][c], acc[c])
-        begin = begin + step * BATCH
-        if begin < parts.count:
-            _load(parts, begin, step, values, lses, cfg)
-    return acc, top
+    return acc, m
 
 
 @cute.jit
-def _over_lanes(acc: cute.Tensor, lane_bits: Int32) -> None:
-    """Sums over the lanes that hold the same channels of other parts."""
+def _over_lanes(acc: cute.Tensor, m: Float32, lane_bits: Int32) -> Float32:
+    """Sums over the lanes that hold the same channels of other parts, for the largest ``m``, which is returned."""
+    top = m
+    for bit in cutlass.range_constexpr(2, 5):
+        if lane_bits <= bit:
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << bit))
+    weight = device.exp2(m - top)
+    for c in cutlass.range_constexpr(WIDTH + 1):
+        acc[c] = acc[c] * weight
     for bit in cutlass.range_constexpr(2, 5):
         if lane_bits <= bit:
             for c in cutlass.range_constexpr(WIDTH + 1):
                 acc[c] = acc[c] + cute.arch.shuffle_sync_bfly(acc[c], offset=1 << bit)
+    return top
+
+
+@cute.jit
+def _join(sums: cute.Tensor, stats: cute.Tensor, unit: Int32, first: Int32, count: Int32, cfg: cutlass.Constexpr):
+    """(output channels of lane ``unit``, LSE in base 2) from the warps ``first`` .. ``first + count - 1``."""
+    top = Float32(NOTHING)
+    for w in cutlass.range_constexpr(WARPS):
+        if w < count:
+            top = cute.arch.fmax(top, stats[1, first + w])
+    acc = cute.make_rmem_tensor((WIDTH + 1,), Float32)
+    acc.fill(0.0)
+    for w in cutlass.range_constexpr(WARPS):
+        if w < count:
+            weight = device.exp2(stats[1, first + w] - top)
+            acc[WIDTH] = device.fma(weight, stats[0, first + w], acc[WIDTH])
+            for c in cutlass.range_constexpr(WIDTH):
+                acc[c] = device.fma(weight, sums[WIDTH * unit + c, first + w], acc[c])
+    inverse = device.reciprocal(acc[WIDTH])
+    if cutlass.const_expr(cfg.options.rows):
+        inverse = cutlass.select_(acc[WIDTH] == Float32(0.0), Float32(0.0), inverse)
+    for c in cutlass.range_constexpr(WIDTH):
+        acc[c] = acc[c] * inverse
+    return acc, top + device.log2(acc[WIDTH])
 
 
 @cute.jit
@@ -191,34 +204,23 @@ def combine_kernel(values: list, names: cutlass.Constexpr, cfg: cutlass.Constexp
                 parts = Parts(args.partial_out + Int64(4 * WIDTH * unit), args.partial_lse, first, count, group, head)
                 part_bits = 5 - lane_bits  # log2 of the parts that a warp reads at once
                 part = ((warp - mine * slices) << part_bits) + (lane >> lane_bits)
-                acc, top = _merge(parts, part, slices << part_bits, lane, cfg)
-                _over_lanes(acc, lane_bits)
+                acc, m = _merge(parts, part, slices << part_bits, cfg)
+                m = _over_lanes(acc, m, lane_bits)
                 if lane < (1 << lane_bits):
                     for c in cutlass.range_constexpr(WIDTH):
                         sums[WIDTH * lane + c, warp] = acc[c]
                 if lane == 0:
                     stats[0, warp] = acc[WIDTH]
-                    stats[1, warp] = top
+                    stats[1, warp] = m
             cute.arch.sync_threads()
             local = thread >> lane_bits
             column = base + local
             if (column < end) & (local < at_once):
                 unit = thread - (local << lane_bits)
-                total = Float32(0.0)
-                result = cute.make_rmem_tensor((WIDTH,), Float32)
-                result.fill(0.0)
-                for w in cutlass.range_constexpr(WARPS):
-                    if w < slices:
-                        total = total + stats[0, local * slices + w]
-                        for c in cutlass.range_constexpr(WIDTH):
-                            result[c] = result[c] + sums[WIDTH * unit + c, local * slices + w]
-                inverse = device.reciprocal(total)
-                if cutlass.const_expr(options.rows):
-                    inverse = cutlass.select_(total == Float32(0.0), Float32(0.0), inverse)
+                result, log_sum = _join(sums, stats, unit, local * slices, slices, cfg)
                 head = column >> column_bits
                 channel = WIDTH * ((column - (head << column_bits) << lane_bits) + unit)
-                log_sum = stats[1, local * slices] + device.log2(total)
-                _store(args, item.place(head), channel, [result[c] * inverse for c in range(WIDTH)], log_sum, cfg)
+                _store(args, item.place(head), channel, [result[c] for c in range(WIDTH)], log_sum, cfg)
             cute.arch.sync_threads()
 
 

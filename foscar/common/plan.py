@@ -192,7 +192,7 @@ def combine_grid(items: int, workers: int, rows: int, head_dim: int, sms: int) -
     return CombineGrid(int(by_item), per_cta, lane_bits, entries * -(-columns // per_cta))
 
 
-COMBINE_CTAS = 2  # per SM, where there is a choice
+COMBINE_CTAS = 1  # per SM, where there is a choice
 COMBINE_WARPS = 8
 
 
