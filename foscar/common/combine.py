@@ -6,8 +6,8 @@ lengths, as in the decode kernel (schedule.py): an entry is an item where there 
 most one item that others finish; plan.combine_grid chooses.  Sinks and the output scale join at the end, once.
 
 A *column* is a query head's channels, or ``4 << lane_bits`` of them: a part's share of it is read by ``1 << lane_bits``
-lanes, 16 bytes each, so that a warp reads several parts of a narrow column at once.  A CTA takes up to ``columns`` of
-one entry; its warps share out the columns and then the parts of each.  Few items are cut into narrow columns, so that
+lanes, 16 bytes each, so that a warp reads several parts of a narrow column at once.  A CTA takes a power of two of
+one entry's; its warps share out the columns and then the parts of each.  Few items are cut into narrow columns, so that
 their many parts are read by many SMs.  CTAs with less than two parts to merge return at once.
 
 The kernel follows the decode kernel on the same stream with programmatic stream serialization: it starts early, reads
@@ -43,18 +43,19 @@ class Args:
     lengths: Int64
     batch: Int32
     kv_heads: Int32
+    kv_heads_inverse: Int32  # plan.inverse_of
     group: Int32
     lse_unit: Float32
+    workers_inverse: Int32
     workers: Int32  # of the decode kernel's grid
     by_item: Int32
-    columns: Int32  # of a CTA
+    column_bits: Int32  # log2 of a CTA's columns
     lane_bits: Int32  # log2 of the lanes that share a part: at most 5, and WIDTH << lane_bits <= head_dim
     q_indptr: Int64 | None = None
     window: Int32 | None = None
     sinks: Int64 | None = None
     out_scale: Float32 | None = None
     rows: Int32 | None = None  # of an item of the decode kernel
-    items_per_request: Int32 | None = None  # the most there can be
 
 
 @dataclass
@@ -164,46 +165,46 @@ def _store(args, place, channel: Int32, values: list, log_sum: Float32, cfg: cut
 
 @cute.kernel
 def combine_kernel(values: list, names: cutlass.Constexpr, cfg: cutlass.Constexpr):
-    """Grid: entries times the CTAs that an entry's columns take; an item's rows are its query heads, or with
-    KernelOptions.rows (query token, head) pairs."""
+    """Grid: a request's items, requests (or workers and 1), and the CTAs that an entry's columns take.
+
+    An item's rows are its query heads, or with KernelOptions.rows (query token, head) pairs.
+    """
     args = Args(**dict(zip(names, values, strict=True)))
     options = cfg.options
-    group, heads = args.group, args.kv_heads
-    if cutlass.const_expr(options.rows):
-        group, heads = args.rows, args.items_per_request
+    group = args.rows if cutlass.const_expr(options.rows) else args.group
     thread = cute.arch.thread_idx()[0]
     warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
     lane_bits = args.lane_bits
-    column_bits = (cfg.head_dim // WIDTH).bit_length() - 1 - lane_bits  # log2 of a head's columns
-    chunks = device.divide((group << column_bits) + args.columns - 1, args.columns)
-    entry = device.divide(cute.arch.block_idx()[0], chunks)
-    begin = (cute.arch.block_idx()[0] - entry * chunks) * args.columns
+    head_bits = (cfg.head_dim // WIDTH).bit_length() - 1 - lane_bits  # log2 of a head's columns
+    item_head, request, chunk = cute.arch.block_idx()
+    begin = chunk << args.column_bits
     allocator = cutlass.memory.SmemAllocator()
     sums = allocator.allocate_tensor(Float32, cute.make_layout((WIDTH * 32, WARPS)), byte_alignment=16)
     stats = allocator.allocate_tensor(Float32, cute.make_layout((2, WARPS)), byte_alignment=8)
     cute.arch.griddepcontrol_launch_dependents()
-    request, item_head, first, count = Int32(0), Int32(0), Int32(0), Int32(0)
+    first, count = Int32(0), Int32(0)
     if args.by_item != 0:
-        split = schedule.split_of_item(args, options, args.workers, heads, entry, lane)
+        split = schedule.split_of_item(args, options, args.workers, request, item_head, lane)
         request, item_head, first, count = split.request, split.head, split.first, split.count
     else:
-        split = schedule.split_of_worker(args, options, args.workers, entry, lane)
+        split = schedule.split_of_worker(args, options, args.workers, item_head, lane)
         request, item_head, first, count = split.request, split.head, split.first, split.count
     cute.arch.griddepcontrol_wait()
     if count > 1:
-        at_once = cutlass.min(args.columns, WARPS)
-        slices = device.divide(Int32(WARPS), at_once)  # warps that share one column's parts
-        mine = device.divide(warp, slices)
+        slice_bits = cutlass.max(WARPS.bit_length() - 1 - args.column_bits, Int32(0))
+        slices = Int32(1) << slice_bits  # warps that share one column's parts
+        at_once = Int32(WARPS) >> slice_bits
+        mine = warp >> slice_bits
         item = rows.of_item(args, request, item_head, options)
-        end = cutlass.min(begin + args.columns, item.count << column_bits)
+        end = cutlass.min(begin + (Int32(1) << args.column_bits), item.count << head_bits)
         for base in cutlass.range(begin, end, at_once, unroll=1):
             column = base + mine
-            if (column < end) & (mine < at_once):
-                head = column >> column_bits
-                unit = (column - (head << column_bits) << lane_bits) + (lane & (1 << lane_bits) - 1)
+            if column < end:
+                head = column >> head_bits
+                unit = (column - (head << head_bits) << lane_bits) + (lane & (1 << lane_bits) - 1)
                 parts = Parts(args.partial_out + Int64(4 * WIDTH * unit), args.partial_lse, first, count, group, head)
                 part_bits = 5 - lane_bits  # log2 of the parts that a warp reads at once
-                part = ((warp - mine * slices) << part_bits) + (lane >> lane_bits)
+                part = ((warp - (mine << slice_bits)) << part_bits) + (lane >> lane_bits)
                 acc, m = _merge(parts, part, slices << part_bits, cfg)
                 m = _over_lanes(acc, m, lane_bits)
                 if lane < (1 << lane_bits):
@@ -217,9 +218,9 @@ def combine_kernel(values: list, names: cutlass.Constexpr, cfg: cutlass.Constexp
             column = base + local
             if (column < end) & (local < at_once):
                 unit = thread - (local << lane_bits)
-                result, log_sum = _join(sums, stats, unit, local * slices, slices, cfg)
-                head = column >> column_bits
-                channel = WIDTH * ((column - (head << column_bits) << lane_bits) + unit)
+                result, log_sum = _join(sums, stats, unit, local << slice_bits, slices, cfg)
+                head = column >> head_bits
+                channel = WIDTH * ((column - (head << head_bits) << lane_bits) + unit)
                 _store(args, item.place(head), channel, [result[c] for c in range(WIDTH)], log_sum, cfg)
             cute.arch.sync_threads()
 

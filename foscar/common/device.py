@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -54,9 +54,17 @@ def warp_add(number) -> Int32:
     return Int32(_pure(T.i32(), [Int32(number)], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r"))
 
 
-def divide(a, b) -> Int32:
-    """``a // b`` of non-negative Int32: unsigned, without the steps that floor a negative quotient."""
-    return Int32(Uint32(a) // Uint32(b))
+def divide(n, d, inverse) -> Int32:
+    """``n // d`` of non-negative Int32, ``inverse`` from plan.inverse_of(d): a product that is at most one short."""
+    q = Int32((Uint64(Uint32(n)) * Uint64(Uint32(inverse))) >> 32)
+    return q + cutlass.select_(n - q * d >= d, Int32(1), Int32(0))
+
+
+def quotient(n, d) -> Int32:
+    """``n // d`` of non-negative Int32 where it is below 2^20: then its float32 estimate is off by at most one."""
+    q = Int32(Float32(n) * reciprocal(Float32(d)))
+    rest = n - q * d
+    return q + cutlass.select_(rest >= d, Int32(1), Int32(0)) - cutlass.select_(rest < 0, Int32(1), Int32(0))
 
 
 def separate_zero() -> Uint32:

@@ -163,33 +163,38 @@ def segments(
     return result
 
 
+def inverse_of(d: int) -> int:
+    """What device.divide takes for a divisor of 1 to 2^31 - 1: ``(2^32 - 1) // d``, as an int32."""
+    return (2**32 - 1) // d if d > 1 else -1
+
+
 @dataclass(frozen=True)
 class CombineGrid:
-    """How the combine kernel's work is cut (combine.py): its parameters of these names, and its CTAs."""
+    """How the combine kernel's work is cut: its parameters of these names (combine.Args), and its grid."""
 
     by_item: int
-    columns: int
+    column_bits: int
     lane_bits: int
-    ctas: int
+    grid: tuple[int, int, int]
 
 
-def combine_grid(items: int, workers: int, rows: int, head_dim: int, sms: int) -> CombineGrid:
-    """For ``items`` items of ``rows`` query heads or rows, shared out over ``workers`` by the decode kernel.
+def combine_grid(batch: int, items: int, workers: int, rows: int, head_dim: int, sms: int) -> CombineGrid:
+    """For ``batch`` requests of up to ``items`` items of ``rows`` query heads or rows, shared out over ``workers``.
 
-    Few items are split into many parts each: as many CTAs as the SMs take at once, of narrow columns.  Of many items
-    most are whole or in two parts, so a CTA takes all of an entry, and looking per worker instead of per item bounds
-    the CTAs that only look.
+    Few items are split into many parts each: a CTA per SM, of narrow columns.  Of many items most are whole or in two
+    parts, so a CTA takes all of an entry, and looking per worker instead of per item bounds the CTAs that only look.
     """
-    by_item = items < workers
-    entries = items if by_item else workers
+    by_item = batch * items < workers
+    entries = batch * items if by_item else workers
     most = (head_dim // 4).bit_length() - 1
     columns, lane_bits = rows << max(0, most - 5), min(most, 5)
-    per_cta = columns
-    while per_cta > 1 and entries * -(-columns // (per_cta - 1)) <= COMBINE_CTAS * sms:
-        per_cta -= 1
-    while per_cta == 1 and lane_bits > 2 and entries * columns * 2 <= COMBINE_CTAS * sms:
+    column_bits = (columns - 1).bit_length()
+    while column_bits > 0 and entries * -(-columns // (1 << column_bits - 1)) <= COMBINE_CTAS * sms:
+        column_bits -= 1
+    while column_bits == 0 and lane_bits > 2 and entries * columns * 2 <= COMBINE_CTAS * sms:
         columns, lane_bits = 2 * columns, lane_bits - 1
-    return CombineGrid(int(by_item), per_cta, lane_bits, entries * -(-columns // per_cta))
+    chunks = -(-columns // (1 << column_bits))
+    return CombineGrid(int(by_item), column_bits, lane_bits, (*((items, batch) if by_item else (workers, 1)), chunks))
 
 
 COMBINE_CTAS = 1  # per SM, where there is a choice
