@@ -97,7 +97,7 @@ def host(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64, page_str
          sm_scale_log2: Float32, lse_unit: Float32, cfg: cutlass.Constexpr, stream):  # fmt: skip
     """Only to compile: the kernel is launched from its cubin."""
     decode_kernel(q, q_stride, q_head_stride, cache, page_stride, head_stride, pages, table_stride, indptr, lengths,
-                  out, out_stride, out_head_stride, lse, partial_out, partial_lse, batch, kv_heads, kv_heads_inverse, group,
-                  workers_inverse, sm_scale_log2, lse_unit, cfg).launch(
+                  out, out_stride, out_head_stride, lse, partial_out, partial_lse, batch, kv_heads, kv_heads_inverse,
+                  group, workers_inverse, sm_scale_log2, lse_unit, cfg).launch(
         grid=[1, 1, 1], block=[cfg.threads, 1, 1], stream=stream, min_blocks_per_mp=1
     )  # fmt: skip
