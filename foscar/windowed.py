@@ -11,7 +11,7 @@ from .checks import check_int32, check_lse_base, check_pages, check_query, check
 from .common.merge import merge_states
 from .common.reference import decode_folded
 from .common.window_attention import window_attention
-from .common.window_move import check_slots
+from .common.window_move import check_lengths, check_slots
 from .common.windows import WindowedKVCache
 from .hopper.decode import Tables
 
@@ -57,6 +57,7 @@ def decode_windowed(
     batch, packed = seq_lens.shape[0], cache.packed
     require(block_table.shape[0] == batch, f"block_table has {block_table.shape[0]} rows for {batch} requests")
     check_slots(slot_ids, seq_lens, cache.max_batch)
+    check_lengths(cache, seq_lens, slot_ids, read=True)
     check_query(q, packed, batch)
     check_lse_base(lse_base)
     scale = check_scale(sm_scale, packed.head_dim)

@@ -10,6 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from foscar.common.autocast import without_autocast
 from foscar.common.windows import WindowedKVCache
 
 
@@ -38,6 +39,7 @@ def windowed_reference(
     return out, lse
 
 
+@without_autocast
 def window_attention(
     q: torch.Tensor, cache: WindowedKVCache, seq_lens: torch.Tensor, slot_ids: torch.Tensor, sm_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from ..common import jit
 from ..common.cache import PagedKVCache
 from ..common.launch import current_stream, load_kernel
 from ..common.options import FLOAT32_MAX, AttentionOptions, Variant
-from ..common.plan import MAX_ROWS, WIDE_CAP, CombineConfig, KernelOptions, Workspace, combine_grid
+from ..common.plan import MAX_ROWS, WIDE_CAP, CombineConfig, KernelOptions, Workspace, combine_grid, inverse_of
 from . import arguments
 from .config import ARCH, DecodeConfig
 
@@ -23,6 +23,7 @@ ADDRESSES = ("q", "cache", "out", "lse", "sinks")  # what differs between the ca
 LSE_UNITS = {2: 1.0, "e": math.log(2.0)}
 MAX_WINDOW = 2**30  # to a kernel, whose positions are int32 and less
 PLAIN_CALL = Variant()
+Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,12 @@ def options_of(variant: Variant, group: int) -> KernelOptions:
     )
 
 
-def option_values(config: DecodeConfig, variant: Variant, group: int) -> dict[str, torch.Tensor | int | float]:
-    """The values of arguments.py's further parameters, of options that the kernel has."""
+def option_values(
+    config: DecodeConfig, variant: Variant, group: int, q_rows: int
+) -> dict[str, torch.Tensor | int | float]:
+    """The values of arguments.py's further parameters, of options that the kernel has; q has ``q_rows`` rows."""
     options = variant.options
-    rows = group * (1 if variant.q_indptr is None else variant.max_q_len)
+    rows = group * (1 if variant.q_indptr is None else min(q_rows, variant.q_limit or q_rows))
     return {
         "q_indptr": 0 if variant.q_indptr is None else variant.q_indptr,
         "window": min(options.window or MAX_WINDOW, MAX_WINDOW),
@@ -86,15 +89,15 @@ def launch_values(
     sm_scale: float,
     lse_base: int | str,
     variant: Variant = PLAIN_CALL,
-) -> tuple[dict[str, torch.Tensor | int | float], tuple[int, int]]:
+) -> tuple[dict[str, torch.Tensor | int | float], tuple[int, Grid]]:
     """Both kernels' parameters by name (a tensor stands for its address), and their grids, with ``ctas`` SMs."""
     batch, heads = tables.lengths.shape[0], q.shape[1]
     kv_heads, group = cache.num_kv_heads, heads // cache.num_kv_heads
     workers = ctas * config.warpgroups
-    more = option_values(config, variant, group)
+    more = option_values(config, variant, group, q.shape[0])
     items = kv_heads * more.pop("chunks")
     item_rows = config.heads if config.options.rows else group
-    by_item, heads_per_cta, combine_ctas = combine_grid(batch * items, workers, item_rows, ctas)
+    combine = combine_grid(batch, items, workers, item_rows, config.head_dim, ctas)
     scale_log2 = sm_scale * math.log2(math.e)
     if config.options.soft_cap:
         scale_log2 = min(scale_log2 * 2 / variant.options.soft_cap, FLOAT32_MAX)
@@ -117,16 +120,18 @@ def launch_values(
         "partial_lse": buffers.partial_lse,
         "batch": batch,
         "kv_heads": kv_heads,
+        "kv_heads_inverse": inverse_of(kv_heads),
         "group": group,
+        "workers_inverse": inverse_of(workers),
         "sm_scale_log2": scale_log2,
         "lse_unit": LSE_UNITS[lse_base],
         "workers": workers,
-        "by_item": by_item,
-        "heads_per_cta": heads_per_cta,
-        "items_per_request": items,
+        "by_item": combine.by_item,
+        "column_bits": combine.column_bits,
+        "lane_bits": combine.lane_bits,
         **more,
     }
-    return values, (ctas, combine_ctas)
+    return values, (ctas, combine.grid)
 
 
 def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConfig, str, dict[str, str]], ...]:
@@ -142,7 +147,12 @@ def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConf
 class Bound:
     """One call's launches: every parameter but a few addresses is fixed."""
 
-    def __init__(self, owner: HopperDecode, values: dict[str, torch.Tensor | int | float], grids: tuple[int, ...]):
+    def __init__(
+        self,
+        owner: HopperDecode,
+        values: dict[str, torch.Tensor | int | float],
+        grids: tuple[int | Grid, ...],
+    ):
         numbers = {k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         self._owner, self._keep = owner, values
         self._launches = []
@@ -205,22 +215,6 @@ class HopperDecode:
             self.config, self.ctas, q, cache, tables, out, lse, buffers, sm_scale, lse_base, variant
         )
         return Bound(self, values, grids)
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        cache: PagedKVCache,
-        tables: Tables,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        buffers: Buffers,
-        sm_scale: float,
-        lse_base: int | str,
-        variant: Variant = PLAIN_CALL,
-    ) -> None:
-        """:meth:`bind`, and launch."""
-        bound = self.bind(q, cache, tables, out, lse, buffers, sm_scale, lse_base, variant)
-        bound(q, cache.data, out, lse, variant.sinks)
 
 
 @functools.cache

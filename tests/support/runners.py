@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -148,17 +149,21 @@ class EmulatedDecode(HopperDecode):
         ):
             super().__init__(config, torch.device("cpu"), arch)
 
-    def __call__(self, q, cache, tables, out, lse, buffers, *rest) -> None:
+    def bind(self, q, cache, tables, out, lse, buffers, *rest) -> Callable[..., None]:
+        bound = super().bind(q, cache, tables, out, lse, buffers, *rest)
+        more = (y for x in rest if isinstance(x, Variant) for y in (x.sinks, x.q_indptr))
+        given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values(), *more)
+        return functools.partial(self._launch, bound, buffers, given)
+
+    def _launch(self, bound, buffers, given, *addresses) -> None:
         from ptx_emulator import Memory
 
         for x in vars(buffers).values():
             x.fill_(math.nan if x.is_floating_point() else -1)
-        more = (y for x in rest if isinstance(x, Variant) for y in (x.sinks, x.q_indptr))
-        given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values(), *more)
         self.tensors = {x.data_ptr(): x for x in given if x is not None and x.numel()}
         self.memory = Memory()
         with mock.patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)):
-            super().__call__(q, cache, tables, out, lse, buffers, *rest)
+            bound(*addresses)
 
 
 class EmulatorRunner:
