@@ -54,13 +54,16 @@ class Requests:
     rows: Int32 | None = None  # of an item
     q_indptr: Int64 | None = None  # int32 [batch + 1], or 0: a query token per request
     window: Int32 | None = None  # keys that a row sees, itself included; at most 2^30
+    slots: Int64 | None = None  # int32 [batch], of windows in 16 bits; -1: a request without tokens
+    packed_lens: Int64 | None = None  # int32 [slots], tokens between sink and recent window
+    n_sink: Int32 | None = None
 
 
 @dataclass
 class Cut:
     """One request as it is cut into items."""
 
-    length: Int32  # tokens; 0 where there is no query row
+    length: Int32  # packed tokens; 0 where there is no query row
     first: Int32  # tile of the request that is tile 0 of its items
     tiles: Int32  # of an item
     heads: Int32  # items: KV heads times row chunks
@@ -68,6 +71,7 @@ class Cut:
     q_row: Int32 | None = None  # of the first query token
     q_len: Int32 | None = None  # query tokens
     span: Int32 | None = None  # tokens from the earliest that a row sees to the end
+    recent: Int32 | None = None  # tokens in 16 bits after the packed ones
 
     def kv_head(self, head) -> Int32:
         """Of item ``head`` of the request."""
@@ -80,6 +84,20 @@ def lengths_of(args) -> cute.Tensor:
 
 def tiles_of(length) -> Int32:
     return cutlass.max((length + (TILE_TOKENS - 1)) >> TILE_SHIFT, Int32(1))
+
+
+def window_lengths(args, request) -> tuple[Int32, Int32, Int32, Int32]:
+    """(window slot, tokens, those in the history, those after it) of a request with KernelOptions.exact."""
+
+    def entry(address, i):
+        return cute.make_tensor(device.global_pointer(Int32, address + 4 * Int64(i), 4), cute.make_layout(1))[0]
+
+    slot = entry(args.slots, request)
+    length = cutlass.select_(slot >= 0, lengths_of(args)[request], Int32(0))
+    slot = cutlass.max(slot, Int32(0))
+    beyond = cutlass.max(length - args.n_sink, Int32(0))
+    history = cutlass.min(entry(args.packed_lens, slot), beyond)
+    return slot, length, history, beyond - history
 
 
 @cute.jit
@@ -95,7 +113,11 @@ def _query_rows(args, request: Int32):
 
 def cut_of(args, request, options: KernelOptions) -> Cut:
     """How ``request`` is cut (plan.Cut on the host)."""
-    length = lengths_of(args)[request]
+    recent = None
+    if options.exact:
+        _, _, length, recent = window_lengths(args, request)
+    else:
+        length = lengths_of(args)[request]
     if not (options.rows or options.window):
         return Cut(length, Int32(0), tiles_of(length), args.kv_heads)
     chunks, q_row, q_len, heads, first, span = None, None, Int32(1), args.kv_heads, Int32(0), length
@@ -107,7 +129,7 @@ def cut_of(args, request, options: KernelOptions) -> Cut:
     if options.window:
         start = cutlass.max(length - q_len + 1 - args.window, Int32(0))
         first, span = start >> TILE_SHIFT, length - start
-    return Cut(length, first, tiles_of(length) - first, heads, chunks, q_row, q_len, span)
+    return Cut(length, first, tiles_of(length) - first, heads, chunks, q_row, q_len, span, recent)
 
 
 def _line_tiles(args, request, options: KernelOptions) -> Int32:
