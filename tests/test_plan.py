@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import math
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from foscar.common.plan import CombineConfig, Segment, Workspace, combine_grid, ranges, segments, tiles_of
+from foscar.common.plan import CombineConfig, Segment, Workspace, combine_grid, inverse_of, ranges, segments, tiles_of
 
 TILE = 128
 H200 = 3 * 132  # workers of the default config
@@ -74,7 +75,7 @@ def test_the_device_computes_the_same_bounds(total, workers, data):
     schedule = pytest.importorskip("foscar.common.schedule", reason="the kernels need nvidia-cutlass-dsl")
     workers = min(workers, total)
     i = data.draw(st.integers(0, workers))
-    assert schedule.bound(total, workers, i) == total * i // workers
+    assert schedule.share(total, workers, i, lambda n: n // workers) == total * i // workers
     assert total // workers * i < 2**31 and (total % workers) * i < 2**31
 
 
@@ -174,12 +175,34 @@ def test_fewer_tiles_than_workers():
 
 
 @relaxed
-@given(items=st.integers(1, 2000), workers=st.integers(1, 500), group=st.integers(1, 16), ctas=st.integers(1, 200))
-def test_the_combine_covers_all_that_may_be_split(items, workers, group, ctas):
-    """A CTA for every entry and every query head."""
-    by_item, heads_per_cta, grid = combine_grid(items, workers, group, ctas)
-    entries = items if by_item else workers
-    assert 1 <= heads_per_cta <= group and grid == entries * -(-group // heads_per_cta)
+@given(
+    batch=st.integers(1, 300), items=st.integers(1, 20), workers=st.integers(1, 500), rows=st.integers(1, 16),
+    sms=st.integers(1, 200), head_dim=st.sampled_from([64, 128, 256]),
+)  # fmt: skip
+def test_the_combine_covers_all_that_may_be_split(batch, items, workers, rows, sms, head_dim):
+    """CTAs for every entry and all its channels."""
+    found = combine_grid(batch, items, workers, rows, head_dim, sms)
+    channels = 4 << found.lane_bits
+    columns = rows * head_dim // channels
+    assert 2 <= found.lane_bits <= 5 and head_dim % channels == 0
+    assert found.grid[:2] == ((items, batch) if found.by_item else (workers, 1))
+    chunks = found.grid[2]
+    assert (chunks - 1) << found.column_bits < columns <= chunks << found.column_bits
+    assert math.prod(found.grid) <= max(math.prod(found.grid[:2]), sms)
+
+
+def test_the_combine_of_one_item_takes_many_ctas():
+    grids = [combine_grid(n, 1, 396, 8, 128, 132).grid for n in (1, 2, 8, 16, 64, 128, 500)]
+    assert [math.prod(grid) for grid in grids] == [64, 128, 128, 128, 128, 128, 396]
+
+
+@relaxed
+@given(n=st.integers(0, 2**31 - 1), d=st.integers(1, 2**31 - 1))
+@example(n=2**31 - 1, d=1)
+def test_a_product_and_one_step_divide(n, d):
+    """device.divide."""
+    q = n * (inverse_of(d) % 2**32) >> 32
+    assert q + (n - q * d >= d) == n // d and -(2**31) <= inverse_of(d) < 2**31
 
 
 def test_every_head_dim_has_a_combine():

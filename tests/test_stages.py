@@ -86,6 +86,7 @@ def test_load(where, probe, table):
         page_stride=2 * kv_heads * (record + 64), head_stride=record + 64,
         pages=tables.pages if tables else case.block_table, table_stride=0 if tables else case.block_table.stride(0),
         indptr=tables.indptr if tables else 0, lengths=case.seq_lens, tiles=got, batch=len(lengths), kv_heads=kv_heads,
+        kv_heads_inverse=plan.inverse_of(kv_heads), workers_inverse=plan.inverse_of(ctas * config.warpgroups),
     )  # fmt: skip
     assert_equal(got, torch.stack(want), ("tile", "word"))
 
@@ -257,11 +258,12 @@ def test_store(where, probe, unit):
 # ---------------------------------------------------------------------------------------------- combine
 @pytest.mark.parametrize("head_dim, dtype", [(64, "bfloat16"), (128, "float16")])
 @pytest.mark.parametrize("by_item", [0, 1])
-@pytest.mark.parametrize("heads_per_cta", [1, 2, 5])
+@pytest.mark.parametrize("column_bits, lane_bits", [(0, 2), (0, 4), (1, 3), (3, 4), (2, 5), (5, 3)])
 @pytest.mark.parametrize("lengths, workers", [([700, 0, 9000, 129], 60), ([700] * 9, 7), ([40 * 128], 97)])
-def test_combine(where, head_dim, dtype, by_item, heads_per_cta, lengths, workers):
+def test_combine(where, head_dim, dtype, by_item, column_bits, lane_bits, lengths, workers):
     """Items whole, in few and in many parts: whole ones stay as they are, the rest is merged from the workspace."""
     group, kv_heads, unit = 5, 2, math.log(2.0)
+    lane_bits = min(lane_bits, head_dim.bit_length() - 3)
     parts, parts_lse = poison(2 * workers, group, head_dim, dtype=torch.float32), poison(2 * workers, group).float()
     parts_lse.fill_(math.nan)
     out = poison(len(lengths), kv_heads * group, head_dim, dtype=Q_TYPES[dtype])
@@ -282,10 +284,12 @@ def test_combine(where, head_dim, dtype, by_item, heads_per_cta, lengths, worker
     artifact = jit.load_or_compile("hopper_combine", config, ARCH, "foscar.hopper.build:build_combine")
     values = {"out": out, "out_stride": out.stride(0), "out_head_stride": out.stride(1), "lse": lse,
               "partial_out": parts, "partial_lse": parts_lse, "lengths": int32(lengths), "batch": len(lengths),
-              "kv_heads": kv_heads, "group": group, "lse_unit": unit, "workers": workers, "by_item": by_item,
-              "heads_per_cta": heads_per_cta}  # fmt: skip
-    entries = len(items) if by_item else workers
-    where(artifact, entries * -(-group // heads_per_cta), {name: values[name] for name in arguments.COMBINE})
+              "kv_heads": kv_heads, "kv_heads_inverse": plan.inverse_of(kv_heads), "group": group, "lse_unit": unit,
+              "workers_inverse": plan.inverse_of(workers), "workers": workers, "by_item": by_item,
+              "column_bits": column_bits, "lane_bits": lane_bits}  # fmt: skip
+    chunks = -(-(group * head_dim >> lane_bits + 2) >> column_bits)
+    grid = (kv_heads, len(lengths), chunks) if by_item else (workers, 1, chunks)
+    where(artifact, grid, {name: values[name] for name in arguments.COMBINE})
     assert_close(out, want, ROUNDING[out.dtype] * want.abs() + 32 * ULP)
     assert_close(lse, want_lse, 32 * ULP * 8)
 

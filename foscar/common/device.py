@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -47,6 +47,24 @@ def store_shared_where(condition, address, word) -> None:
 def warp_max(word) -> Uint32:
     """The largest unsigned word of the warp, in every lane."""
     return Uint32(_pure(T.i32(), [Uint32(word)], "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r"))
+
+
+def warp_add(number) -> Int32:
+    """The sum of an Int32 over the warp, in every lane."""
+    return Int32(_pure(T.i32(), [Int32(number)], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r"))
+
+
+def divide(n, d, inverse) -> Int32:
+    """``n // d`` of non-negative Int32, ``inverse`` from plan.inverse_of(d): a product that is at most one short."""
+    q = Int32((Uint64(Uint32(n)) * Uint64(Uint32(inverse))) >> 32)
+    return q + cutlass.select_(n - q * d >= d, Int32(1), Int32(0))
+
+
+def quotient(n, d) -> Int32:
+    """``n // d`` of non-negative Int32 where it is below 2^20: then its float32 estimate is off by at most one."""
+    q = Int32(Float32(n) * reciprocal(Float32(d)))
+    rest = n - q * d
+    return q + cutlass.select_(rest >= d, Int32(1), Int32(0)) - cutlass.select_(rest < 0, Int32(1), Int32(0))
 
 
 def separate_zero() -> Uint32:

@@ -168,17 +168,41 @@ def segments(
     return result
 
 
-def combine_grid(items: int, workers: int, group: int, ctas: int) -> tuple[int, int, int]:
-    """(by_item, heads_per_cta, CTAs) of the combine kernel for ``items`` items of ``group`` heads or rows.
+def inverse_of(d: int) -> int:
+    """What device.divide takes for a divisor of 1 to 2^31 - 1: ``(2^32 - 1) // d``, as an int32."""
+    return (2**32 - 1) // d if d > 1 else -1
 
-    Few items are split into many parts each, so a CTA takes one head; of many items most are whole or in two parts,
-    so a CTA takes all heads, and looking per worker instead of per item bounds the CTAs that only look.
+
+@dataclass(frozen=True)
+class CombineGrid:
+    """How the combine kernel's work is cut: its parameters of these names (combine.Args), and its grid."""
+
+    by_item: int
+    column_bits: int
+    lane_bits: int
+    grid: tuple[int, int, int]
+
+
+def combine_grid(batch: int, items: int, workers: int, rows: int, head_dim: int, sms: int) -> CombineGrid:
+    """For ``batch`` requests of up to ``items`` items of ``rows`` query heads or rows, shared out over ``workers``.
+
+    Few items are split into many parts each: a CTA per SM, of narrow columns.  Of many items most are whole or in two
+    parts, so a CTA takes all of an entry, and looking per worker instead of per item bounds the CTAs that only look.
     """
-    by_item = items < workers
-    heads_per_cta = 1 if items * group <= 2 * ctas else group
-    return int(by_item), heads_per_cta, (items if by_item else workers) * -(-group // heads_per_cta)
+    by_item = batch * items < workers
+    entries = batch * items if by_item else workers
+    most = (head_dim // 4).bit_length() - 1
+    columns, lane_bits = rows << max(0, most - 5), min(most, 5)
+    column_bits = (columns - 1).bit_length()
+    while column_bits > 0 and entries * -(-columns // (1 << column_bits - 1)) <= COMBINE_CTAS * sms:
+        column_bits -= 1
+    while column_bits == 0 and lane_bits > 2 and entries * columns * 2 <= COMBINE_CTAS * sms:
+        columns, lane_bits = 2 * columns, lane_bits - 1
+    chunks = -(-columns // (1 << column_bits))
+    return CombineGrid(int(by_item), column_bits, lane_bits, (*((items, batch) if by_item else (workers, 1)), chunks))
 
 
+COMBINE_CTAS = 1  # per SM, where there is a choice
 COMBINE_WARPS = 8
 
 

@@ -5,7 +5,7 @@ visited too.  With a sliding window its first tile is the one of the earliest to
 Where a request may have more query rows than an item has room for, there is an item per chunk of rows, and *head* in
 this file counts (KV head, chunk) pairs, chunks innermost: neighbours on the line read the same pages.
 All tiles, request-major, head-minor, form one line of ``total`` tiles, cut into ``workers`` equal
-ranges: worker ``i`` takes ``[total * i // workers, total * (i + 1) // workers)`` (:func:`bound`).  A worker is one math
+ranges: worker ``i`` takes ``[total * i // workers, total * (i + 1) // workers)`` (:class:`Line`).  A worker is one math
 warpgroup and its load warp; both walk the same range, so they need no messages about it.
 A worker shares at most two items with others; which, the combine finds from the same lengths (:func:`split_of_item`).
 
@@ -50,7 +50,9 @@ class Requests:
     lengths: Int64
     batch: Int32
     kv_heads: Int32
+    kv_heads_inverse: Int32  # plan.inverse_of
     group: Int32
+    workers_inverse: Int32  # of the number that the grid has
     rows: Int32 | None = None  # of an item
     q_indptr: Int64 | None = None  # int32 [batch + 1], or 0: a query token per request
     window: Int32 | None = None  # keys that a row sees, itself included; at most 2^30
@@ -138,48 +140,99 @@ def _line_tiles(args, request, options: KernelOptions) -> Int32:
     return cut.tiles if cut.chunks is None else cut.tiles * cut.chunks
 
 
+@dataclass
+class Scan:
+    """One KV head's line of tiles, shared out over a warp: a lane has ``share`` consecutive requests."""
+
+    share: Int32
+    own: Int32  # tiles of the lane's requests
+    upto: Int32  # and of all before
+    total: Int32
+
+
+def _upto(own: Int32, lane: Int32) -> Int32:
+    """The sum of ``own`` over this and all lower lanes."""
+    upto = own
+    for k in range(5):
+        other = cute.arch.shuffle_sync_up(upto, offset=1 << k, mask_and_clamp=0)
+        upto = upto + cutlass.select_(lane >= (1 << k), other, Int32(0))
+    return upto
+
+
 @cute.jit
-def _total_tiles(args, options: cutlass.Constexpr, lane: Int32, request: Int32):
+def _scan(args, options: cutlass.Constexpr, lane: Int32) -> Scan:
+    share = (args.batch + 31) >> 5
+    own = Int32(0)
+    first = lane * share
+    for i in cutlass.range(first, cutlass.min(first + share, args.batch), unroll=1):
+        own = own + _line_tiles(args, i, options)
+    upto = _upto(own, lane)
+    return Scan(share, own, upto, cute.arch.shuffle_sync(upto, 31))
+
+
+def _lanes_before(upto: Int32, line: Int32) -> Int32:
+    """How many lanes' tiles end at or before position ``line``; ``upto`` does not fall from lane to lane."""
+    return Int32(cute.arch.popc(cute.arch.vote_ballot_sync(upto <= line)))
+
+
+@cute.jit
+def _find_request(args, options: cutlass.Constexpr, lane: Int32, scan: Scan, line: Int32):
+    """The request that holds position ``line`` (below the total), and the tiles before it."""
+    holder = _lanes_before(scan.upto, line)
+    before = cute.arch.shuffle_sync(scan.upto - scan.own, holder)
+    request = holder * scan.share
+    if scan.share > 1:
+        end = cutlass.min(request + scan.share, args.batch)
+        passed = Int32(32)
+        while passed == 32:  # 32 of the lane's requests at a time; one of them holds the position
+            own = Int32(0)
+            if request + lane < end:
+                own = _line_tiles(args, request + lane, options)
+            upto = _upto(own, lane) + before
+            passed = _lanes_before(upto, line)
+            before = cute.arch.shuffle_sync(upto - own, cutlass.min(passed, 31))
+            if passed == 32:
+                before = cute.arch.shuffle_sync(upto, 31)
+            request = request + passed
+    return request, before
+
+
+@cute.jit
+def _tiles_before(args, options: cutlass.Constexpr, lane: Int32, request: Int32):
     """Tiles of one KV head's line: all, and those before ``request``."""
     total = Int32(0)
     before = Int32(0)
     for i in cutlass.range(lane, args.batch, 32, unroll=1):
         tiles = _line_tiles(args, i, options)
         total = total + tiles
-        if i < request:
-            before = before + tiles
-    lanes = (1, 2, 4, 8, 16)
-    return device.butterfly(device.add, total, lanes), device.butterfly(device.add, before, lanes)
+        before = before + cutlass.select_(i < request, tiles, Int32(0))
+    return device.warp_add(total), device.warp_add(before)
 
 
-@cute.jit
-def _find_request(args, options: cutlass.Constexpr, lane: Int32, line: Int32):
-    """The request that holds position ``line`` of one KV head's line of tiles, and the tiles before it."""
-    count = Int32(0)
-    before = Int32(0)
-    running = Int32(0)
-    for base in cutlass.range(0, args.batch, 32, unroll=1):
-        tiles = Int32(0)
-        if base + lane < args.batch:
-            tiles = _line_tiles(args, base + lane, options)
-        upto = tiles
-        for k in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(upto, offset=1 << k, mask_and_clamp=0)
-            if lane >= (1 << k):
-                upto = upto + other
-        upto = upto + running
-        running = cute.arch.shuffle_sync(upto, 31)
-        if (tiles > 0) & (upto <= line):
-            count = count + 1
-            before = upto
-    request = device.butterfly(device.add, count, (1, 2, 4, 8, 16))
-    return request, device.butterfly(cutlass.max, before, (1, 2, 4, 8, 16))
+def share(total, workers, i, divide):
+    """``total * i // workers`` by ``divide``, a division by ``workers``, in 31 bits (a product of two numbers of
+    workers fits)."""
+    each = divide(total)
+    return each * i + divide((total - each * workers) * i)
 
 
-def bound(total, workers, i) -> Int32:
-    """``total * i // workers`` without a 64-bit division (a product of two numbers of workers fits in 31 bits)."""
-    each = total // workers
-    return each * i + (total - each * workers) * i // workers
+@dataclass
+class Line:
+    """The line of tiles of a launch, cut into ranges."""
+
+    total: Int32
+    most: Int32  # workers of the grid
+    inverse: Int32  # plan.inverse_of(most)
+    workers: Int32  # that take part
+
+    @classmethod
+    def make(cls, args, total, most) -> Line:
+        return cls(total, most, args.workers_inverse, cutlass.min(most, total))
+
+    def bound(self, i) -> Int32:
+        """``total * i // workers``, where worker ``i``'s range begins, and that of ``i - 1`` ends."""
+        many = share(self.total, self.most, i, lambda n: device.divide(n, self.most, self.inverse))
+        return cutlass.select_(self.total < self.most, i, many)
 
 
 @cute.jit
@@ -189,7 +242,7 @@ def worker_of(total: Int32, workers: Int32, tile: Int32) -> Int32:
     Worker ``i`` begins at or before the tile if ``total * i < (tile + 1) * workers``: products instead of divisions.
     """
     end = Int64(tile + 1) * Int64(workers)
-    guess = Int32(Float32(tile) * Float32(workers) / Float32(total))
+    guess = Int32(Float32(tile) * Float32(workers) * device.reciprocal(Float32(total)))
     while Int64(total) * Int64(guess) >= end:
         guess = guess - 1
     while Int64(total) * Int64(guess + 1) < end:
@@ -202,21 +255,23 @@ def start(args, local: Int32, per_cta: cutlass.Constexpr, lane: Int32, options: 
     """The work of worker ``local`` (0 .. per_cta - 1) of this CTA."""
     cta = cute.arch.block_idx()[0]
     ctas = cute.arch.grid_dim()[0]
-    total = _total_tiles(args, options, lane, Int32(0))[0] * args.kv_heads
-    workers = cutlass.min(ctas * per_cta, total)
+    scan = _scan(args, options, lane)
+    line = Line.make(args, scan.total * args.kv_heads, ctas * per_cta)
     # Neighbours share a CTA, so that every SM gets the same bytes; where not every worker has a tile, CTAs come first.
     worker = cta * per_cta + local
-    if total < ctas * per_cta:
+    if line.total < line.most:
         worker = local * ctas + cta
-    begin = bound(total, workers, worker)
-    left = bound(total, workers, worker + 1) - begin
-    if worker >= workers:
+    begin = line.bound(worker)
+    left = line.bound(worker + 1) - begin
+    if worker >= line.workers:
         left = Int32(0)
         begin = Int32(0)
-    request, before = _find_request(args, options, lane, begin // args.kv_heads)
+    position = device.divide(begin, args.kv_heads, args.kv_heads_inverse)
+    request, before = _find_request(args, options, lane, scan, position)
     inside = begin - before * args.kv_heads
     tiles = cut_of(args, request, options).tiles
-    return Work(request, inside // tiles, inside % tiles, begin, left, total, workers, worker)
+    head = device.quotient(inside, tiles)
+    return Work(request, head, inside - head * tiles, begin, left, line.total, line.workers, worker)
 
 
 @dataclass
@@ -230,38 +285,36 @@ class Split:
 
 
 @cute.jit
-def split_of_item(args, options: cutlass.Constexpr, most: Int32, heads: Int32, item: Int32, lane: Int32) -> Split:
-    """Who shares ``item`` (request * heads + head; ``heads``: the most that a request can have) where up to ``most``
-    workers take part; by one warp."""
-    request, head = item // heads, item % heads
-    line, before = _total_tiles(args, options, lane, request)
+def split_of_item(args, options: cutlass.Constexpr, most: Int32, request: Int32, head: Int32, lane: Int32) -> Split:
+    """Who shares item ``head`` of ``request`` where up to ``most`` workers take part; by one warp."""
+    tiles_of_head, before = _tiles_before(args, options, lane, request)
     cut = cut_of(args, request, options)
-    total, tiles = line * args.kv_heads, cut.tiles
-    workers = cutlass.min(most, total)
+    line, tiles = Line.make(args, tiles_of_head * args.kv_heads, most), cut.tiles
     begin = before * args.kv_heads + head * tiles
     first, count = Int32(0), Int32(0)
     if cutlass.const_expr(options.rows):
         if head < cut.heads:
-            first = worker_of(total, workers, begin)
-            count = worker_of(total, workers, begin + tiles - 1) - first + 1
+            first = worker_of(line.total, line.workers, begin)
+            count = worker_of(line.total, line.workers, begin + tiles - 1) - first + 1
     else:
-        first = worker_of(total, workers, begin)
-        count = worker_of(total, workers, begin + tiles - 1) - first + 1
+        first = worker_of(line.total, line.workers, begin)
+        count = worker_of(line.total, line.workers, begin + tiles - 1) - first + 1
     return Split(request, head, first, count)
 
 
 @cute.jit
 def split_of_worker(args, options: cutlass.Constexpr, most: Int32, worker: Int32, lane: Int32) -> Split:
     """The item that ``worker`` begins and others finish (it is the last of its range); by one warp."""
-    total = _total_tiles(args, options, lane, Int32(0))[0] * args.kv_heads
-    workers = cutlass.min(most, total)
-    place = cutlass.min(worker, workers - 1)
-    end = bound(total, workers, place + 1)
-    request, before = _find_request(args, options, lane, (end - 1) // args.kv_heads)
+    scan = _scan(args, options, lane)
+    line = Line.make(args, scan.total * args.kv_heads, most)
+    place = cutlass.min(worker, line.workers - 1)
+    last = line.bound(place + 1) - 1
+    position = device.divide(last, args.kv_heads, args.kv_heads_inverse)
+    request, before = _find_request(args, options, lane, scan, position)
     tiles = cut_of(args, request, options).tiles
-    head = (end - 1 - before * args.kv_heads) // tiles
+    head = device.quotient(last - before * args.kv_heads, tiles)
     begin = before * args.kv_heads + head * tiles
-    count = worker_of(total, workers, begin + tiles - 1) - place + 1
-    if (worker >= workers) | (begin < bound(total, workers, place)):
+    count = worker_of(line.total, line.workers, begin + tiles - 1) - place + 1
+    if (worker >= line.workers) | (begin < line.bound(place)):
         count = Int32(0)
     return Split(request, head, place, count)

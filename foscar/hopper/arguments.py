@@ -26,17 +26,19 @@ DECODE: dict[str, str] = {
     "partial_lse": "i64",
     "batch": "i32",
     "kv_heads": "i32",
+    "kv_heads_inverse": "i32",
     "group": "i32",
+    "workers_inverse": "i32",
     "sm_scale_log2": "f32",
     "lse_unit": "f32",
 }
 
 _COMBINE_NAMES = (
     "out", "out_stride", "out_head_stride", "lse", "partial_out", "partial_lse", "lengths", "batch", "kv_heads",
-    "group", "lse_unit",
+    "kv_heads_inverse", "group", "lse_unit", "workers_inverse",
 )  # fmt: skip
 COMBINE: dict[str, str] = {name: DECODE[name] for name in _COMBINE_NAMES}
-COMBINE |= {"workers": "i32", "by_item": "i32", "heads_per_cta": "i32"}
+COMBINE |= {"workers": "i32", "by_item": "i32", "column_bits": "i32", "lane_bits": "i32"}
 
 # Parameters that come with an option: of both kernels, of the decode kernel, of the combine.
 _BOTH = {
@@ -47,7 +49,7 @@ _BOTH = {
     "exact": {"slots": "i64", "packed_lens": "i64", "n_sink": "i32", "exact_out": "i64", "exact_lse": "i64"},
 }
 _DECODE_ONLY = {"soft_cap": {"soft_cap_log2": "f32"}}
-_COMBINE_ONLY = {"rows": {"rows": "i32", "items_per_request": "i32"}}
+_COMBINE_ONLY = {"rows": {"rows": "i32"}}
 
 # The kernel over the tokens in 16 bits (common/window_kernel.py).
 _WINDOW_NAMES = (

@@ -14,7 +14,7 @@ from ..common import jit
 from ..common.cache import PagedKVCache
 from ..common.launch import current_stream, load_kernel
 from ..common.options import FLOAT32_MAX, AttentionOptions, Variant
-from ..common.plan import MAX_ROWS, WIDE_CAP, CombineConfig, KernelOptions, Workspace, combine_grid
+from ..common.plan import MAX_ROWS, WIDE_CAP, CombineConfig, KernelOptions, Workspace, combine_grid, inverse_of
 from . import arguments
 from .config import ARCH, DecodeConfig
 
@@ -23,6 +23,7 @@ ADDRESSES = ("q", "cache", "out", "lse", "sinks")  # what differs between the ca
 LSE_UNITS = {2: 1.0, "e": math.log(2.0)}
 MAX_WINDOW = 2**30  # to a kernel, whose positions are int32 and less
 PLAIN_CALL = Variant()
+Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def launch_values(
     sm_scale: float,
     lse_base: int | str,
     variant: Variant = PLAIN_CALL,
-) -> tuple[dict[str, torch.Tensor | int | float], tuple[int, int]]:
+) -> tuple[dict[str, torch.Tensor | int | float], tuple[int, Grid]]:
     """Both kernels' parameters by name (a tensor stands for its address), and their grids, with ``ctas`` SMs."""
     batch, heads = tables.lengths.shape[0], q.shape[1]
     kv_heads, group = cache.num_kv_heads, heads // cache.num_kv_heads
@@ -94,7 +95,7 @@ def launch_values(
     more = option_values(config, variant, group)
     items = kv_heads * more.pop("chunks")
     item_rows = config.heads if config.options.rows else group
-    by_item, heads_per_cta, combine_ctas = combine_grid(batch * items, workers, item_rows, ctas)
+    combine = combine_grid(batch, items, workers, item_rows, config.head_dim, ctas)
     scale_log2 = sm_scale * math.log2(math.e)
     if config.options.soft_cap:
         scale_log2 = min(scale_log2 * 2 / variant.options.soft_cap, FLOAT32_MAX)
@@ -117,16 +118,18 @@ def launch_values(
         "partial_lse": buffers.partial_lse,
         "batch": batch,
         "kv_heads": kv_heads,
+        "kv_heads_inverse": inverse_of(kv_heads),
         "group": group,
+        "workers_inverse": inverse_of(workers),
         "sm_scale_log2": scale_log2,
         "lse_unit": LSE_UNITS[lse_base],
         "workers": workers,
-        "by_item": by_item,
-        "heads_per_cta": heads_per_cta,
-        "items_per_request": items,
+        "by_item": combine.by_item,
+        "column_bits": combine.column_bits,
+        "lane_bits": combine.lane_bits,
         **more,
     }
-    return values, (ctas, combine_ctas)
+    return values, (ctas, combine.grid)
 
 
 def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConfig, str, dict[str, str]], ...]:
@@ -142,7 +145,12 @@ def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConf
 class Bound:
     """One call's launches: every parameter but a few addresses is fixed."""
 
-    def __init__(self, owner: HopperDecode, values: dict[str, torch.Tensor | int | float], grids: tuple[int, ...]):
+    def __init__(
+        self,
+        owner: HopperDecode,
+        values: dict[str, torch.Tensor | int | float],
+        grids: tuple[int | Grid, ...],
+    ):
         numbers = {k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         self._owner, self._keep = owner, values
         self._launches = []

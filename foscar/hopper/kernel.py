@@ -71,7 +71,9 @@ class Args:
     partial_lse: Int64  # float32 [2 * workers, group], base 2
     batch: Int32
     kv_heads: Int32
+    kv_heads_inverse: Int32  # plan.inverse_of
     group: Int32  # query heads per KV head
+    workers_inverse: Int32  # of all in the grid
     sm_scale_log2: Float32  # sm_scale * log2(e); with a soft-cap times 2 / soft_cap (soft_cap.py)
     lse_unit: Float32  # 1: LSE in base 2; ln 2: natural
     # Of kernels that have the option; q's and the results' first dimension is query tokens where there is q_indptr.

@@ -99,11 +99,13 @@ def _drain(args, shared, local: Int32, lane: Int32, tiles: Int64, cfg: cutlass.C
 
 @cute.kernel
 def load_kernel(cache: Int64, page_stride: Int64, head_stride: Int64, pages: Int64, table_stride: Int64, indptr: Int64,
-                lengths: Int64, tiles: Int64, batch: Int32, kv_heads: Int32, cfg: cutlass.Constexpr):  # fmt: skip
+                lengths: Int64, tiles: Int64, batch: Int32, kv_heads: Int32, kv_heads_inverse: Int32,
+                workers_inverse: Int32, cfg: cutlass.Constexpr):  # fmt: skip
     """Load warps first, then as many warps that drain their rings."""
     args = arguments_of(
         cache=cache, page_stride=page_stride, head_stride=head_stride, pages=pages, table_stride=table_stride,
-        indptr=indptr, lengths=lengths, batch=batch, kv_heads=kv_heads,
+        indptr=indptr, lengths=lengths, batch=batch, kv_heads=kv_heads, kv_heads_inverse=kv_heads_inverse,
+        workers_inverse=workers_inverse,
     )  # fmt: skip
     thread = cute.arch.thread_idx()[0]
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), thread % 32

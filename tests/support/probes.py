@@ -28,7 +28,8 @@ _TABLES = {
 }  # fmt: skip
 # Per stage, the kernel's parameters by name and kind, in order.
 PARAMETERS: dict[str, dict[str, str]] = {
-    "load": {**_TABLES, "tiles": "i64", "batch": "i32", "kv_heads": "i32"},
+    "load": {**_TABLES, "tiles": "i64", "batch": "i32", "kv_heads": "i32", "kv_heads_inverse": "i32",
+             "workers_inverse": "i32"},
     "query": {
         "q": "i64", "q_stride": "i64", "q_head_stride": "i64", "operand": "i64", "factors": "i64", "kv_heads": "i32",
         "group": "i32", "sm_scale_log2": "f32",
