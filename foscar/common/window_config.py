@@ -26,6 +26,10 @@ class WindowKernelConfig:
     q_dtype: str
     options: KernelOptions
 
+    def __post_init__(self) -> None:
+        if self.options.window or not self.options.exact:
+            raise ValueError(f"the window kernel is for exact tokens without a sliding window, not {self.options.name!r}")
+
     @property
     def dtype(self) -> str:
         """Of the windows."""

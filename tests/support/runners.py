@@ -134,7 +134,7 @@ class EmulatedDecode(HopperDecode):
 
     def __init__(self, config, ctas: int, options: dict, mutate: Callable[[str], str] | None, arch: str = ARCH):
         self.options = options
-        decode_name = self.kernels(config)[0][0]
+        decode_name = next(job[0] for job in self.kernels(config) if job[0].endswith("_decode"))
         gpu = SimpleNamespace(multi_processor_count=ctas)
 
         def load_kernel(artifact, index):
@@ -151,10 +151,11 @@ class EmulatedDecode(HopperDecode):
     def __call__(self, q, cache, tables, out, lse, buffers, *rest) -> None:
         from ptx_emulator import Memory
 
-        for x in vars(buffers).values():
+        exact = [y for x in rest if isinstance(x, Variant) and x.exact for y in vars(x.exact).values()]
+        for x in (*vars(buffers).values(), *exact[-2:]):
             x.fill_(math.nan if x.is_floating_point() else -1)
         more = (y for x in rest if isinstance(x, Variant) for y in (x.sinks, x.q_indptr))
-        given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values(), *more)
+        given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values(), *more, *exact)
         self.tensors = {x.data_ptr(): x for x in given if x is not None and x.numel()}
         self.memory = Memory()
         with mock.patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)):
