@@ -85,10 +85,10 @@ def multiply_halves(a, b, c, dtype: str) -> list[Float32]:
     """mma.sync of "float16" or "bfloat16" [16, 16] by [16, 8] added to float32 [16, 8], by one warp: 4, 2 and 4
     registers of a lane."""
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
-    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, "
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, "
     values = [*(Uint32(x) for x in (*a, *b)), *(Float32(x) for x in c)]
     four = llvm.StructType.get_literal([T.f32()] * 4)
-    result = _pure(four, values, text + "{$10, $11, $12, $13};", "=f,=f,=f,=f" + ",r" * 6 + ",f" * 4)
+    result = _pure(four, values, text + "{$8, $9}, {$10, $11, $12, $13};", "=f,=f,=f,=f" + ",r" * 6 + ",f" * 4)
     return [Float32(llvm.extractvalue(T.f32(), result, [i])) for i in range(4)]
 
 

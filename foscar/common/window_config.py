@@ -28,7 +28,7 @@ class WindowKernelConfig:
 
     def __post_init__(self) -> None:
         if self.options.window or not self.options.exact:
-            raise ValueError(f"the window kernel is for exact tokens without a sliding window, not {self.options.name!r}")
+            raise ValueError(f"the window kernel is for exact tokens, without a window, not {self.options.name!r}")
 
     @property
     def dtype(self) -> str:
