@@ -232,8 +232,9 @@ def _block(args, tokens: Tokens, block: Int32, query: Int32, factors: list, limi
     for half in cutlass.range_constexpr(2):
         mine = [p[4 * n + 2 * half + c] for n in range(2) for c in range(2)]
         total[half] = device.fma(total[half], shrink[half], device.tree(device.add, mine))
-    for i in cutlass.range_constexpr(cfg.head_dim // 2):
-        acc[i] = acc[i] * shrink[i % 4 // 2]
+    for i in cutlass.range_constexpr(cfg.head_dim // 8):
+        for x in cutlass.range_constexpr(4):
+            acc[4 * i + x] = acc[4 * i + x] * shrink[x // 2]
     _add_values(acc, p, v, cfg)
 
 

@@ -118,7 +118,7 @@ WINDOWED = (
     _config(4, 4, 256, 16, 12, BF16, options="exact"),
     _config(2, 2, 64, 16, 4, BF16, options="soft_cap,sinks,out_scale,exact"),
     _config(2, 2, 64, 16, 16, BF16, options="rows,exact"),
-    _config(4, 4, 64, 16, 8, FP16, options="soft_cap,sinks,out_scale,rows," + EXACT_F16),
+    _config(4, 4, 64, 16, 16, FP16, options="soft_cap,sinks,out_scale,rows," + EXACT_F16),
     DecodeConfig(KVFormat.parse("k2c32v2t32"), 64, 16, 4, FP16, options=KernelOptions.parse(EXACT_F16)),
 )
 

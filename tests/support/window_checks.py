@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import foscar
-from foscar import AttentionOptions, KVFormat, WindowConfig, WindowedKVCache
+from foscar import AttentionOptions, KVFormat, PagedKVCache, WindowConfig, WindowedKVCache
 from foscar.common.options import Variant
 from foscar.common.reference import relative_error
 
@@ -159,7 +159,9 @@ def config(x: WindowCase, given: Inputs):
     """The case's kernel, which must be in the table of gpu_kernels.py."""
     variant = Variant(x.options, given.sinks, None if x.q_lens is None else indptr_of(list(x.q_lens)))
     exact = dataclasses.replace(variant, exact=foscar.windowed._exact_tokens(given.q, given.cache, given.slots))
-    return config_of(given.q, given.cache.packed, None, exact)
+    packed = given.cache.packed
+    padded = PagedKVCache(1, packed.page_size, packed.num_kv_heads, packed.padded_head_dim, packed.format)
+    return config_of(given.q, padded, None, exact)
 
 
 def kernel_results(x: WindowCase, device="cpu", **more):
