@@ -14,7 +14,6 @@ Without a supported GPU it runs one small shape on the CPU backend.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import itertools
 import json
@@ -29,6 +28,7 @@ import torch
 from bench_table import show, summary
 
 import foscar
+from foscar import aot
 from foscar.common.launch import device_arch
 from foscar.common.reference import relative_error
 from foscar.hopper.config import ARCH, DecodeConfig
@@ -61,20 +61,12 @@ def parse_format(text: str) -> foscar.KVFormat:
 
 def parse_tile(settings: list[str]) -> foscar.TileConfig:
     """The tile config with ``name=value`` overrides."""
-    names = [f.name for f in dataclasses.fields(foscar.TileConfig)]
-    changes = {}
-    for text in settings:
-        name, _, value = text.partition("=")
-        if name not in names:
-            raise SystemExit(f"--set {text}: the tile config has {', '.join(names)}")
-        try:
-            changes[name] = ast.literal_eval(value)
-        except (ValueError, TypeError, SyntaxError):
-            changes[name] = value
     try:
-        return dataclasses.replace(foscar.TileConfig(), **changes)
+        return foscar.TileConfig(**aot.knobs_of(foscar.TileConfig, settings))
     except foscar.ConfigError as e:
         raise SystemExit(f"--set: {e}") from None
+    except ValueError as e:
+        raise SystemExit(str(e)) from None
 
 
 def check_tile(tile: foscar.TileConfig, formats: dict[str, foscar.KVFormat], args: argparse.Namespace) -> None:
@@ -263,6 +255,8 @@ def main() -> int:
         arch = device_arch()
     except foscar.UnsupportedDeviceError as e:
         on_cpu(str(e), formats)
+        if args.json:
+            print(f"{args.json} was not written: there is nothing measured.")
         return 0
     gpu = torch.cuda.get_device_name()
     print(f"{gpu} ({arch}), {tile}, {', '.join(f'{k} {v}' for k, v in versions().items() if v)}")

@@ -109,7 +109,8 @@ def main() -> int:
     try:
         device_arch()
     except foscar.UnsupportedDeviceError as e:
-        print(f"{e}\nTimes need a GPU; the folds and options themselves run on the CPU backend.")
+        unwritten = f"; {args.json} was not written" if args.json else ""
+        print(f"{e}\nTimes need a GPU; the folds and options themselves run on the CPU backend{unwritten}.")
         return 0
     (lengths,), ((q_heads, kv_heads),) = args.shape, args.heads
     device = torch.device("cuda", torch.cuda.current_device())

@@ -32,9 +32,14 @@ def main(source: str, target: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with open(source) as f:
-        report = json.load(f)
-    panels = series(report)
+    try:
+        with open(source) as f:
+            report = json.load(f)
+        panels = series(report)
+    except (OSError, ValueError, LookupError) as e:
+        raise SystemExit(f"{source} is not what bench_decode.py --json writes: {e}") from None
+    if not panels:
+        raise SystemExit(f"{source} holds no measurements")
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), sharey=True, squeeze=False)
     for axis, (heads, rows) in zip(axes[0], panels.items(), strict=True):
         for name, points in rows.items():

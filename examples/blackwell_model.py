@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from count_blackwell import TILES, MissingTool, configs, counts_of, find_nvdisasm, loops_of
+from count_blackwell import TILES, counts_of, loops_of
+from count_instructions import configs, find_nvdisasm, run
+from model_table import ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES, Resources, print_table, shared_access
 
-import foscar
 from foscar.blackwell.config import ROLES, TILE_TOKENS, DecodeConfig
 
 # B200: 148 SMs at 1.965 GHz, 8 TB/s (2.39 times an H100's 3.35 TB/s, with 11 % more issue slots).
@@ -20,14 +21,12 @@ SMS, CLOCK, HBM = 148, 1.965e9, 8.0e12
 SHARED = 128  # bytes a clock of one SM
 TENSOR_MEMORY = 4 * 128  # bytes a clock of one SM: every quarter of 32 lanes gives or takes 4 bytes a lane (assumed)
 MMA_BYTES = 256  # of A a clock: what a tcgen05.mma of small N is assumed to be bound by
-ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES = 2, 1, 8  # of a warp's instruction: 16, 32 and 4 lanes a clock of a scheduler
 # Bytes of BF16 per token against ours, and the published speed-ups over FlashInfer's BF16 on a B200.
 PUBLISHED = {"int2": 2.67, "int4": 2.30}
-LDST = {"32": 4, "64": 8, "128": 16}
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(Resources):
     """Cycles of a tile on each resource, the busiest scheduler's where there are four."""
 
     hbm: float
@@ -40,22 +39,15 @@ class Tile:
     mufu: float
 
     @property
-    def binding(self) -> str:
-        return max(vars(self), key=lambda name: getattr(self, name))
-
-    @property
     def fraction(self) -> float:
-        return self.hbm / max(vars(self).values())
+        return self.hbm / self.cycles
 
 
 def _shared_bytes(config: DecodeConfig, loops: dict) -> float:
     """Bulk copies in, loads and stores of all warps (no broadcast counted), B operands read by the tensor cores."""
     total = float(config.stage_bytes)
     for role, loop in loops.items():
-        for text in loop.instructions:
-            op = text.split()[0].split(".")
-            if op[0] in ("LDS", "STS"):
-                total += LDST.get(op[-1], 4) * 32 * ROLES[role] / TILES.get(role, 1)
+        total += shared_access(loop.instructions) * ROLES[role] / TILES.get(role, 1)
     return total + config.columns * (config.head_dim + TILE_TOKENS)
 
 
@@ -84,23 +76,16 @@ def tile(config: DecodeConfig) -> Tile:
 
 
 def main() -> None:
-    try:
-        find_nvdisasm()
-    except MissingTool as e:
-        raise SystemExit(str(e)) from None
-    names = list(Tile.__dataclass_fields__)
-    print(f"| kernel | {' | '.join(names)} | binds | of 8 TB/s | published implies |")
-    print("|---" * (len(names) + 4) + "|")
-    for name, config in configs().items():
+    find_nvdisasm()  # before anything is compiled
+
+    def row(name: str, config: DecodeConfig) -> tuple[str, Tile, tuple[str, str]]:
         t = tile(config)
         bf16 = 4 * config.head_dim / config.layout.bytes_per_token
-        implied = PUBLISHED[name.split()[0]] / bf16
-        cells = [f"{getattr(t, n):.0f}" for n in names]
-        print(f"| {name} | {' | '.join(cells)} | {t.binding} | {t.fraction:.0%} | {implied:.0%} of BF16's |")
+        return name, t, (f"{t.fraction:.0%}", f"{PUBLISHED[name.split()[0]] / bf16:.0%} of BF16's")
+
+    rows = (row(name, config) for name, config in configs(DecodeConfig).items())
+    print_table("kernel", Tile, ("of 8 TB/s", "published implies"), rows)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (foscar.MissingDependencyError, foscar.CompileError) as e:
-        raise SystemExit(str(e)) from None
+    run(main)

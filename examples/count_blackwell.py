@@ -12,25 +12,18 @@ the loop of mma is, for every tile.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from count_instructions import MissingTool, disassemble, find_nvdisasm
+from count_instructions import HEAD_DIM, SLACK, configs, count, disassemble, run
 
-import foscar
 from foscar.blackwell.config import ARCHS, CODE_BUFFERS, ROLES, TILE_TOKENS, DecodeConfig
 from foscar.blackwell.decode import kernels
 from foscar.common import jit
-from foscar.common.formats import KVFormat
 
 BUDGET = Path(__file__).resolve().parents[1] / "tests" / "blackwell_budget.json"
-HEADS = (4, 8, 16)
-HEAD_DIM, PAGE = 128, 64
-SLACK = 0.02  # what a count may exceed its budget by
 
 # What only one role's loop over tiles holds: instructions that must be there, and that must not.
 MARKS = {
@@ -113,16 +106,6 @@ def role_loops(sass: str) -> dict[str, Loop]:
     return result
 
 
-def configs() -> dict[str, DecodeConfig]:
-    """What is counted, by name."""
-    formats = {"int2": KVFormat.int2(), "int4": KVFormat.int4()}
-    return {
-        f"{name} heads {heads}": DecodeConfig(fmt, HEAD_DIM, PAGE, heads)
-        for name, fmt in formats.items()
-        for heads in HEADS
-    }
-
-
 def loops_of(config: DecodeConfig, arch: str = ARCHS[0]) -> dict[str, Loop]:
     name, part, builder, _ = kernels(config)[0]
     return role_loops(disassemble(jit.load_or_compile(name, part, arch, builder).cubin))
@@ -165,29 +148,18 @@ def excess(name: str, counts: dict, budget: dict) -> list[str]:
     ]
 
 
+def measure(name: str, config: DecodeConfig) -> dict[str, dict[str, float]]:
+    loops = loops_of(config)
+    for role, loop in loops.items():
+        for bad in loop.local_memory:
+            print(f"{name} {role}: {bad}")
+    return counts_of(loops)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"store the counts in {BUDGET.name}")
-    options = parser.parse_args()
-    try:
-        find_nvdisasm()
-    except MissingTool as e:
-        raise SystemExit(str(e)) from None
-    rows = {}
-    for name, config in configs().items():
-        loops = loops_of(config)
-        rows[name] = counts_of(loops)
-        for role, loop in loops.items():
-            for bad in loop.local_memory:
-                print(f"{name} {role}: {bad}")
-    print(table(rows))
-    if options.write:
-        BUDGET.write_text(json.dumps(rows, indent=1) + "\n")
-        print(f"stored in {BUDGET}")
+    measures = {name: lambda n=name, c=c: measure(n, c) for name, c in configs(DecodeConfig).items()}
+    count(__doc__, BUDGET, measures, table)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (foscar.MissingDependencyError, foscar.CompileError) as e:
-        raise SystemExit(str(e)) from None
+    run(main)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,13 +137,11 @@ def tile_loop(sass: str) -> Loop:
     return Loop(tuple(t for t in texts[begin:end] if t))
 
 
-def configs() -> dict[str, DecodeConfig]:
-    """What is counted, by name."""
+def configs(make: type = DecodeConfig) -> dict:
+    """What is counted, by name; ``make``: an architecture's DecodeConfig."""
     formats = {"int2": KVFormat.int2(), "int4": KVFormat.int4()}
     return {
-        f"{name} heads {heads}": DecodeConfig(fmt, HEAD_DIM, PAGE, heads)
-        for name, fmt in formats.items()
-        for heads in HEADS
+        f"{name} heads {heads}": make(fmt, HEAD_DIM, PAGE, heads) for name, fmt in formats.items() for heads in HEADS
     }
 
 
@@ -178,28 +176,41 @@ def excess(name: str, counts: dict[str, int], budget: dict[str, int]) -> list[st
     return over
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"store the counts in {BUDGET.name}")
+def measure(name: str, config: DecodeConfig) -> dict[str, int]:
+    loop = loop_of(config)
+    for bad in (*loop.local_memory, *loop.a_from_memory):
+        print(f"{name}: {bad}")
+    return loop.counts()
+
+
+# ---------------------------------------------------------------------------------------------- what the scripts share
+def count(
+    description: str, budget: Path, measures: dict[str, Callable[[], dict]], table: Callable[[dict], str]
+) -> None:
+    """The command: counts of every kernel as a table, with --write stored as the budget."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"store the counts in {budget.name}")
     options = parser.parse_args()
-    try:
-        find_nvdisasm()
-    except MissingTool as e:
-        raise SystemExit(str(e)) from None
-    rows = {}
-    for name, config in configs().items():
-        loop = loop_of(config)
-        rows[name] = loop.counts()
-        for bad in (*loop.local_memory, *loop.a_from_memory):
-            print(f"{name}: {bad}")
-    print(table(rows.items(), 2 * TILE_TOKENS * HEAD_DIM // 128))
+    find_nvdisasm()  # before anything is compiled
+    rows = {name: measured() for name, measured in measures.items()}
+    print(table(rows))
     if options.write:
-        BUDGET.write_text(json.dumps(rows, indent=1) + "\n")
-        print(f"stored in {BUDGET}")
+        budget.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"stored in {budget}")
+
+
+def run(main: Callable[[], None]) -> None:
+    """A script; a tool or package that is missing is one line."""
+    try:
+        main()
+    except (MissingTool, foscar.MissingDependencyError, foscar.CompileError) as e:
+        raise SystemExit(str(e)) from None
+
+
+def main() -> None:
+    measures = {name: lambda n=name, c=c: measure(n, c) for name, c in configs().items()}
+    count(__doc__, BUDGET, measures, lambda rows: table(rows.items(), 2 * TILE_TOKENS * HEAD_DIM // 128))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (foscar.MissingDependencyError, foscar.CompileError) as e:
-        raise SystemExit(str(e)) from None
+    run(main)

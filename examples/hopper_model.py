@@ -14,21 +14,19 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from count_instructions import MissingTool, configs, find_nvdisasm, loop_of
+from count_instructions import configs, find_nvdisasm, loop_of, run
+from model_table import ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES, Resources, print_table, shared_access
 
-import foscar
 from foscar.hopper.config import TILE_TOKENS, DecodeConfig
 
 # H200: 132 SMs, at the clock of a burst of tensor work; a read reaches 4.65 TB/s.
 SMS, CLOCK, HBM = 132, 1.78e9, 4.65e12
 SHARED = 128  # bytes a clock of one SM
 RS_CYCLES = {8: 13.1, 16: 13.1, 24: 13.1, 32: 16.1}  # of an SM for a wgmma of 64 x N x 32 with A in registers
-ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES = 2, 1, 8  # of a warp's instruction: 16, 32 and 4 lanes a clock of a scheduler
-WIDTH = {"32": 4, "64": 8, "128": 16}  # bytes of a lane in a shared load or store, by its suffix
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(Resources):
     """Cycles of a tile on each resource; a math warpgroup has one warp on each of the SM's four schedulers."""
 
     hbm: float
@@ -39,24 +37,12 @@ class Tile:
     fma: float
     mufu: float
 
-    @property
-    def binding(self) -> str:
-        return max(vars(self), key=lambda name: getattr(self, name))
-
-    @property
-    def cycles(self) -> float:
-        return max(vars(self).values())
-
 
 def tile(config: DecodeConfig) -> Tile:
     loop = loop_of(config)
     counts = loop.counts()
-    shared = float(config.stage_bytes)  # written by bulk copies; then every warp's loads and stores, the B operands
-    for text in loop.instructions:
-        op = text.split()[0].split(".")
-        if op[0] in ("LDS", "STS"):
-            shared += 4 * 32 * WIDTH.get(op[-1], 4)
-    shared += counts["wgmma"] * 32 * config.columns
+    # written by bulk copies; then every warp's loads and stores, and the B operands
+    shared = config.stage_bytes + 4 * shared_access(loop.instructions) + counts["wgmma"] * 32 * config.columns
     return Tile(
         hbm=config.stage_bytes / (HBM / SMS / CLOCK),
         shared=shared / SHARED,
@@ -75,7 +61,10 @@ def bandwidth(config: DecodeConfig, cycles: float) -> float:
 
 def measured(path: Path) -> dict[tuple[str, int], float]:
     """GB/s by (format, query heads per KV head) of the problem with the most tokens."""
-    problems = json.loads(path.read_text())["problems"]
+    try:
+        problems = json.loads(path.read_text())["problems"]
+    except (OSError, ValueError, LookupError) as e:
+        raise SystemExit(f"--json: {path} is not what bench_decode.py writes: {e}") from None
     most = max(p["batch"] * p["length"] for p in problems)
     return {
         (row["name"].removeprefix("foscar "), p["q_heads"] // p["kv_heads"]): row["gbps"]
@@ -90,24 +79,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="what bench_decode.py wrote")
     options = parser.parse_args()
-    try:
-        find_nvdisasm()
-    except MissingTool as e:
-        raise SystemExit(str(e)) from None
     found = measured(options.json) if options.json else {}
-    names = list(Tile.__dataclass_fields__)
-    print(f"| cycles of {TILE_TOKENS} tokens | {' | '.join(names)} | binds | bound, GB/s | measured |")
-    print("|---" * (len(names) + 4) + "|")
-    for name, config in configs().items():
+    find_nvdisasm()  # before anything is compiled
+
+    def row(name: str, config: DecodeConfig) -> tuple[str, Tile, tuple[str, str]]:
         t = tile(config)
-        got = found.get((name.split()[0], config.heads))
-        cells = [f"{getattr(t, n):.0f}" for n in names]
-        text = f"{got:.0f} ({got / bandwidth(config, t.cycles):.0%})" if got else "-"
-        print(f"| {name} | {' | '.join(cells)} | {t.binding} | {bandwidth(config, t.cycles):.0f} | {text} |")
+        got, bound = found.get((name.split()[0], config.heads)), bandwidth(config, t.cycles)
+        return name, t, (f"{bound:.0f}", f"{got:.0f} ({got / bound:.0%})" if got else "-")
+
+    rows = (row(name, config) for name, config in configs().items())
+    print_table(f"cycles of {TILE_TOKENS} tokens", Tile, ("bound, GB/s", "measured"), rows)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (foscar.MissingDependencyError, foscar.CompileError) as e:
-        raise SystemExit(str(e)) from None
+    run(main)

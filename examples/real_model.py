@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import pickle
 import shutil
 import sys
 import tempfile
@@ -134,7 +135,10 @@ def capture(layers: int, tokens: int) -> dict:
 
 def load(path: str, layers: int, tokens: int) -> dict:
     """Tensors of :func:`capture` from a file, cut to the first ``layers`` and ``tokens``."""
-    data = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as e:
+        sys.exit(f"--load: {path} is not what --save writes: {str(e).splitlines()[0]}")
     keep = data["positions"] < tokens
     if not bool(keep.any()):
         sys.exit(f"{path} has no query before token {tokens}; its positions are {data['positions'].tolist()}")

@@ -4,8 +4,8 @@ from . import ops
 from .api import decode_attention
 from .common.cache import PagedKVCache
 from .common.config import ConfigError
-from .common.errors import CompileError, MissingDependencyError, UnsupportedDeviceError
-from .common.formats import FormatError, KVFormat, TensorFormat
+from .common.errors import CompileError, FormatError, MissingDependencyError, UnsupportedDeviceError
+from .common.formats import KVFormat, TensorFormat
 from .common.merge import merge_states, merge_states_list
 from .common.options import AttentionOptions
 from .common.window_move import WindowConfig

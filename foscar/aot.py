@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -30,8 +31,8 @@ from .blackwell import decode as blackwell_decode
 from .common import append_config, jit, kernel_store
 from .common.append_config import AppendConfig
 from .common.config import ConfigError
-from .common.errors import CompileError, MissingDependencyError
-from .common.formats import FormatError, KVFormat
+from .common.errors import CompileError, FormatError, MissingDependencyError
+from .common.formats import KVFormat
 from .common.plan import PLAIN, KernelOptions
 from .hopper import config as hopper
 from .hopper import decode as hopper_decode
@@ -159,12 +160,14 @@ def build(
     Raises:
         CompileError, MissingDependencyError: see :func:`foscar.common.jit.export_kernel`.  Kernels that were finished
             stay.
+        OSError: a folder that cannot be made or written to; found before anything is compiled.
     """
     start, root, jobs = time.perf_counter(), Path(folder), list(dict.fromkeys(jobs))
     there = {job: job.find(root) for job in jobs}
     missing = [job for job, path in there.items() if path is None]
     if missing:
         _check_compiler()
+        _check_folder(root)
     for n, (job, path, seconds) in enumerate(_made(root, missing, processes), 1):
         there[job] = path
         say(f"[{n}/{len(missing)}] {job}: {seconds:.1f} s, {_size(path) / 1024:.0f} KiB")
@@ -176,6 +179,12 @@ def _check_compiler() -> None:
         raise CompileError("FOSCAR_JIT=0 forbids compiling: unset it")
     if jit.dsl_version() is None:
         raise MissingDependencyError(f"compiling kernels needs {jit.INSTALL_DSL}")
+
+
+def _check_folder(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=root):
+        pass
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -190,14 +199,18 @@ def _numbers(option: str, text: str) -> list[int]:
     return [int(p) for p in parts]
 
 
-def _knobs(arch: str, settings: list[str]) -> dict[str, Any]:
-    """The values of ``--set NAME=VALUE``."""
-    names = [f.name for f in dataclasses.fields(ARCHS[arch][0].TileConfig)]
+def knobs_of(tile: type, settings: list[str], what: str = "the tile config") -> dict[str, Any]:
+    """The values of ``--set NAME=VALUE`` for a TileConfig.
+
+    Raises:
+        ValueError: a name that it does not have.
+    """
+    names = [f.name for f in dataclasses.fields(tile)]
     knobs = {}
     for text in settings:
         name, _, value = text.partition("=")
         if name not in names:
-            raise ValueError(f"--set {text}: the tile config of {arch} has {', '.join(names)}")
+            raise ValueError(f"--set {text}: {what} has {', '.join(names)}")
         try:
             knobs[name] = ast.literal_eval(value)
         except (ValueError, TypeError, SyntaxError):
@@ -220,7 +233,10 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
         formats = [KVFormat.parse(name) for name in _items(args.formats)]
     except FormatError as e:
         raise ValueError(f"--formats: {e}") from None
-    jobs = [job for arch in archs for job in plan(arch, formats, *shapes, dtypes, _knobs(arch, args.set), args.options)]
+    jobs = []
+    for arch in archs:
+        knobs = knobs_of(ARCHS[arch][0].TileConfig, args.set, f"the tile config of {arch}")
+        jobs += plan(arch, formats, *shapes, dtypes, knobs, args.options)
     if not jobs:
         raise ValueError("nothing to do: --formats and --q-dtypes must name something")
     return jobs
@@ -252,6 +268,8 @@ def main(arguments: list[str] | None = None) -> None:
         summary = build(args.out, _jobs(args), args.jobs, lambda line: print(line, flush=True))
     except (ValueError, ConfigError, CompileError, MissingDependencyError) as e:
         raise SystemExit(f"foscar.aot: {e}") from None
+    except OSError as e:
+        raise SystemExit(f"foscar.aot: --out: {e}") from None
     print(f"{args.out}: {summary}")
 
 

@@ -34,11 +34,11 @@ from .common.cache import PagedKVCache
 from .common.config import MAX_HEADS
 from .common.errors import UnsupportedDeviceError
 from .common.launch import device_arch
-from .common.options import DEFAULT_Q_LEN, AttentionOptions, Variant
+from .common.options import AttentionOptions, Variant
 from .common.plan import rows_of_item
 from .common.reference import decode_folded
 from .hopper.config import ARCH, DecodeConfig, TileConfig
-from .hopper.decode import HopperDecode, Tables, decoder, options_of
+from .hopper.decode import Bound, HopperDecode, Tables, decoder, options_of
 
 
 def _readable(q: torch.Tensor) -> torch.Tensor:
@@ -129,20 +129,17 @@ def _decode_folded(q, cache, tables, sm_scale, out, lse, lse_base, variant):
         lse[:rows].copy_(log_sum[:rows] if lse_base == "e" else log_sum[:rows] / math.log(2.0))
 
 
-def is_direct(q: torch.Tensor, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None) -> bool:
-    """Whether the kernels can take these tensors themselves, without a copy of one."""
-    fits = out.stride(2) == 1 and cache.padded_head_dim == cache.head_dim
-    return fits and _readable(q) is q and (lse is None or lse.is_contiguous())
-
-
 @torch.no_grad()
-def decode_into(q, cache, tables, sm_scale, out, lse, lse_base, kernels, buffers, variant):
-    """Checked arguments to results; ``lse`` is a tensor to fill or None, ``kernels`` None for the torch backend."""
+def decode_into(q, cache, tables, sm_scale, out, lse, lse_base, kernels, buffers, variant) -> Bound | None:
+    """Checked arguments to results; ``lse`` is a tensor to fill or None, ``kernels`` None for the torch backend.
+
+    Returns the launch if the kernels took these very tensors, without a copy of one: it can be repeated with others.
+    """
     if q.shape[0] == 0 or tables.lengths.shape[0] == 0:
-        return
+        return None
     if kernels is None:
         _decode_folded(q, cache, tables, sm_scale, out, lse, lse_base, variant)
-        return
+        return None
     padding = cache.padded_head_dim - cache.head_dim
     direct = out.stride(2) == 1 and not padding
     target = out if direct else out.new_empty(*out.shape[:2], cache.padded_head_dim)
@@ -154,11 +151,13 @@ def decode_into(q, cache, tables, sm_scale, out, lse, lse_base, kernels, buffers
         if log_sum is not lse:
             log_sum.copy_(lse)
     query = torch.nn.functional.pad(q, (0, padding)) if padding else _readable(q)
-    kernels(query, cache, tables, target, log_sum, buffers, sm_scale, lse_base, variant)
+    bound = kernels.bind(query, cache, tables, target, log_sum, buffers, sm_scale, lse_base, variant)
+    bound(query, cache.data, target, log_sum, variant.sinks)
     if target is not out:
         out.copy_(target[..., : cache.head_dim])
     if log_sum is not lse:
         lse.copy_(log_sum)
+    return bound if query is q and target is out and log_sum is lse else None
 
 
 def make_results(q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool):
@@ -183,7 +182,7 @@ def decode_attention(
     options: AttentionOptions | None = None,
     sinks: torch.Tensor | None = None,
     q_indptr: torch.Tensor | None = None,
-    max_q_len: int = DEFAULT_Q_LEN,
+    max_q_len: int | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     lse_base: int | str = 2,
@@ -208,7 +207,9 @@ def decode_attention(
             ``seq_lens[b] - n + j`` and sees the tokens up to there (speculative drafts).  One before position 0 sees
             nothing: zeros, and an LSE of -inf or of the sink's logit.  Rows from ``q_indptr[batch]`` on are not
             written: in a new ``out`` they hold anything.  None: one query token per request.
-        max_q_len: no request has more query tokens than this; with ``q_indptr`` only.
+        max_q_len: no request has more query tokens than this; with ``q_indptr`` only.  It chooses the kernel.  None:
+            the kernel is chosen for q's rows divided by the requests where that comes out even (drafts of one length),
+            else for 16; the result is right however many a request has.
         out: where to write, of q's shape and dtype; None: a new tensor.
         return_lse: also return the log of the softmax denominator, ``log(sum(exp(sm_scale q K^T)))``, in base
             ``lse_base``, float32 [q's rows, query heads].
@@ -231,7 +232,7 @@ def decode_attention(
     What the options compute is written out in :mod:`foscar.common.options`.  The Blackwell kernel does not take
     them, sinks or ``q_indptr`` yet and says so; ``backend="torch"`` takes all of them on any device.  The Hopper kernel
     computes 16 (query token, head of a group) pairs in one pass over the cache and reads it again for every further
-    16; how many a request has is read on the device, ``max_q_len`` only chooses the kernel.
+    16; how many a request has is read on the device.
     """
     if torch.compiler.is_compiling():
         return traced.decode_attention(
@@ -247,7 +248,8 @@ def decode_attention(
     check_query(q, cache, None if q_indptr is not None else batch)
     check_lse_base(lse_base)
     check_tile(tile)
-    variant = with_sinks(check_variant(options, q_indptr, max_q_len, batch, cache.device), sinks, q.shape[1], q.device)
+    variant = check_variant(options, q_indptr, max_q_len, batch, cache.device, q.shape[0])
+    variant = with_sinks(variant, sinks, q.shape[1], q.device)
     tables = Tables(block_table if block_table.stride(1) == 1 else block_table.contiguous(), seq_lens.contiguous())
     if check:
         check_values(q, cache, tables, variant)

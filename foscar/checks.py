@@ -14,7 +14,7 @@ from .blackwell.config import TileConfig as BlackwellTileConfig
 from .common.cache import PagedKVCache
 from .common.formats import check_whole
 from .common.mask import spans
-from .common.options import FLOAT32_MAX, FLOAT32_MIN, AttentionOptions, Variant, check_real
+from .common.options import DEFAULT_Q_LEN, FLOAT32_MAX, FLOAT32_MIN, AttentionOptions, Variant, check_real
 from .hopper.config import TileConfig
 from .hopper.decode import Tables
 
@@ -38,6 +38,7 @@ def check_tensors(**tensors: torch.Tensor) -> None:
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+        require(x.layout is torch.strided and not x.is_nested, f"{name} must be dense and strided, not {x.layout}")
 
 
 def check_query(q: torch.Tensor, cache: PagedKVCache, batch: int | None) -> None:
@@ -104,19 +105,28 @@ def check_result(name: str, x: torch.Tensor, shape: tuple, dtype: torch.dtype, d
 
 
 def check_variant(
-    options: AttentionOptions | None, q_indptr: torch.Tensor | None, max_q_len: int, batch: int, device: torch.device
+    options: AttentionOptions | None,
+    q_indptr: torch.Tensor | None,
+    max_q_len: int | None,
+    batch: int,
+    device: torch.device,
+    q_rows: int | None = None,
 ) -> Variant:
-    """What a call adds to plain attention; its sinks come with :func:`with_sinks`."""
+    """What a call adds to plain attention; its sinks come with :func:`with_sinks`.
+
+    ``q_rows``: rows of q, or None where they are not known yet.
+    """
     if options is not None and not isinstance(options, AttentionOptions):
         raise TypeError(f"options must be foscar.AttentionOptions or None, not {type(options).__name__}")
-    max_q_len = check_whole("max_q_len", max_q_len)
-    require(max_q_len >= 1, f"max_q_len must be 1 or more, not {max_q_len}")
+    limit = None if max_q_len is None else check_whole("max_q_len", max_q_len)
+    require(limit is None or limit >= 1, f"max_q_len must be 1 or more, not {limit}")
     if q_indptr is not None:
         check_tensors(q_indptr=q_indptr)
         check_int32("q_indptr", q_indptr, 1, device)
         n = q_indptr.shape[0]
         require(n == batch + 1, f"q_indptr has {n} entries for {batch} requests; it needs one more than those")
-    return Variant(options or AttentionOptions(), None, q_indptr, max_q_len)
+    even = q_rows // batch if q_rows and batch and q_rows % batch == 0 else DEFAULT_Q_LEN
+    return Variant(options or AttentionOptions(), None, q_indptr, limit or even, limit)
 
 
 def with_sinks(variant: Variant, sinks: torch.Tensor | None, heads: int, device: torch.device) -> Variant:
@@ -146,19 +156,20 @@ def check_kernel_options(variant: Variant) -> None:
     require(not refused, f"the Blackwell kernel does not take {refused} yet; backend='torch' does")
 
 
-def check_rows(q_indptr: Sequence[int], rows: int, max_q_len: int) -> None:
+def check_rows(q_indptr: Sequence[int], rows: int, limit: int | None) -> None:
     """The bounds of the requests' query rows, read from the device."""
     ok = q_indptr[0] == 0 and q_indptr[-1] <= rows and all(a <= b for a, b in itertools.pairwise(q_indptr))
     require(ok, f"q_indptr must ascend from 0 within the {rows} rows of q")
     for b, (start, stop) in enumerate(itertools.pairwise(q_indptr)):
-        require(stop - start <= max_q_len, f"request {b} has {stop - start} query tokens; max_q_len is {max_q_len}")
+        fits = limit is None or stop - start <= limit
+        require(fits, f"request {b} has {stop - start} query tokens; max_q_len is {limit}")
 
 
 def check_values(q: torch.Tensor, cache: PagedKVCache, tables: Tables, variant: Variant) -> None:
     """Lengths, page ids and query rows against q and the cache; waits for the device."""
     bounds = None if variant.q_indptr is None else variant.q_indptr.tolist()
     if bounds is not None:
-        check_rows(bounds, q.shape[0], variant.max_q_len)
+        check_rows(bounds, q.shape[0], variant.q_limit)
     check_pages(cache, tables, bounds, variant.options.window)
 
 

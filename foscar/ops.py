@@ -1,22 +1,23 @@
 """Decode and append as torch operators: plain tensors and numbers in, so that torch.compile, torch.export and engines
 that hold raw tensors can call them.
 
-``torch.ops.foscar.decode_attention`` and ``torch.ops.foscar.append`` are :func:`foscar.decode_attention` and
-:meth:`foscar.PagedKVCache.append` with the cache as its storage (uint8 [num_pages, num_kv_heads, record_bytes]), a
-format's name and a page size.  Both of those functions call them by themselves where torch.compile traces them
-(:mod:`foscar.common.traced`): one node each, without a graph break.
+``torch.ops.foscar.decode_attention``, ``decode_attention_into`` (with ``out``) and ``append`` are
+:func:`foscar.decode_attention` and :meth:`foscar.PagedKVCache.append` with the cache as its storage (uint8
+[num_pages, num_kv_heads, record_bytes]), a format's name and a page size.  Both of those functions call them by
+themselves where torch.compile traces them (:mod:`foscar.common.traced`): one node each, without a graph break.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 
 import torch
 
 from .api import decode_attention as _decode_attention
 from .common.cache import PagedKVCache
 from .common.formats import KVFormat
-from .common.options import DEFAULT_Q_LEN, AttentionOptions
+from .common.options import AttentionOptions
 
 _LSE_BASES = {"2": 2, "e": "e"}
 _options = functools.cache(AttentionOptions)
@@ -27,6 +28,17 @@ def _cache(data: torch.Tensor, format: str, page_size: int, head_dim: int) -> Pa
     if data.ndim != 3:
         raise ValueError(f"cache_data must be uint8 [num_pages, num_kv_heads, record_bytes], not {list(data.shape)}")
     return PagedKVCache(data.shape[0], page_size, data.shape[1], head_dim, _parse(format), data=data)
+
+
+def _decode(arguments: dict, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of an operator's ``arguments``, by their names."""
+    lse_base = arguments.pop("lse_base")
+    if lse_base not in _LSE_BASES:
+        raise ValueError(f"lse_base must be '2' or 'e', not {lse_base!r}")
+    cache = _cache(*(arguments.pop(name) for name in ("cache_data", "format", "page_size", "head_dim")))
+    options = _options(*(arguments.pop(name) for name in ("window", "soft_cap", "out_scale")))
+    more = {"cache": cache, "options": options, "out": out, "return_lse": True, "lse_base": _LSE_BASES[lse_base]}
+    return _decode_attention(**arguments, **more)
 
 
 # The arguments of an operator are flat: its schema knows tensors and plain values only.
@@ -43,7 +55,7 @@ def decode_attention(
     lse_base: str = "2",
     sinks: torch.Tensor | None = None,
     q_indptr: torch.Tensor | None = None,
-    max_q_len: int = DEFAULT_Q_LEN,
+    max_q_len: int | None = None,
     window: int | None = None,
     soft_cap: float = 0.0,
     out_scale: float = 1.0,
@@ -51,6 +63,8 @@ def decode_attention(
     check: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator ``foscar::decode_attention``; see :func:`foscar.decode_attention`.
+
+    ``foscar::decode_attention_into`` takes ``out`` in front of these arguments, writes it and returns the LSE alone.
 
     Args:
         cache_data: uint8 [num_pages, num_kv_heads, record_bytes], ``PagedKVCache.data``.
@@ -65,29 +79,34 @@ def decode_attention(
     Raises:
         ValueError, TypeError, FormatError, UnsupportedDeviceError: as :func:`foscar.decode_attention`.
     """
-    if lse_base not in _LSE_BASES:
-        raise ValueError(f"lse_base must be '2' or 'e', not {lse_base!r}")
-    return _decode_attention(
-        q,
-        _cache(cache_data, format, page_size, head_dim),
-        block_table,
-        seq_lens,
-        sm_scale=sm_scale,
-        options=_options(window, soft_cap, out_scale),
-        sinks=sinks,
-        q_indptr=q_indptr,
-        max_q_len=max_q_len,
-        return_lse=True,
-        lse_base=_LSE_BASES[lse_base],
-        backend=backend,
-        check=check,
-    )
+    return _decode(locals())
 
 
 @decode_attention.register_fake
 def _(q, cache_data, block_table, seq_lens, *settings, **named):
     torch._check(q.dim() == 3, lambda: f"q must be [batch, query heads, head_dim], not {list(q.shape)}")
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+_SCHEMA = torch.library.infer_schema(decode_attention._init_fn, mutates_args=())
+_SIGNATURE = inspect.signature(decode_attention._init_fn)
+
+
+@torch.library.custom_op(
+    "foscar::decode_attention_into",
+    mutates_args=("out",),
+    schema=_SCHEMA.replace("(Tensor q", "(Tensor(a0!) out, Tensor q").replace("(Tensor, Tensor)", "Tensor"),
+)
+def decode_attention_into(out, *arguments, **named):
+    bound = _SIGNATURE.bind(*arguments, **named)
+    bound.apply_defaults()
+    return _decode(bound.arguments, out)[1]
+
+
+@decode_attention_into.register_fake
+def _(out, q, *settings, **named):
+    torch._check(q.dim() == 3, lambda: f"q must be [batch, query heads, head_dim], not {list(q.shape)}")
+    return q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @torch.library.custom_op("foscar::append", mutates_args=("cache_data",))

@@ -21,10 +21,10 @@ from .checks import (
     with_sinks,
 )
 from .common.merge import merge_states
-from .common.options import DEFAULT_Q_LEN, AttentionOptions, ExactTokens, Variant
+from .common.options import AttentionOptions, ExactTokens, Variant
 from .common.reference import decode_folded
 from .common.window_attention import rows_as_requests, window_attention
-from .common.window_move import check_slots
+from .common.window_move import check_lengths, check_slots
 from .common.windows import WindowedKVCache
 from .hopper.decode import Tables
 
@@ -41,7 +41,7 @@ def decode_windowed(
     options: AttentionOptions | None = None,
     sinks: torch.Tensor | None = None,
     q_indptr: torch.Tensor | None = None,
-    max_q_len: int = DEFAULT_Q_LEN,
+    max_q_len: int | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     lse_base: int | str = 2,
@@ -79,9 +79,11 @@ def decode_windowed(
     batch, packed = seq_lens.shape[0], cache.packed
     require(block_table.shape[0] == batch, f"block_table has {block_table.shape[0]} rows for {batch} requests")
     check_slots(slot_ids, seq_lens, cache.max_batch)
+    check_lengths(cache, seq_lens, slot_ids, read=True)
     check_query(q, packed, None if q_indptr is not None else batch)
     check_lse_base(lse_base)
-    variant = with_sinks(check_variant(options, q_indptr, max_q_len, batch, cache.device), sinks, q.shape[1], q.device)
+    variant = check_variant(options, q_indptr, max_q_len, batch, cache.device, q.shape[0])
+    variant = with_sinks(variant, sinks, q.shape[1], q.device)
     window = variant.options.window
     require(window is None, f"decode_windowed takes no sliding window (options.window is {window}): it sees all tokens")
     scale = check_scale(sm_scale, packed.head_dim)
@@ -115,7 +117,7 @@ def _merged(q, cache, block_table, seq_lens, slot_ids, sm_scale, variant: Varian
     if on_torch:
         bounds = None if variant.q_indptr is None else variant.q_indptr.tolist()
         if bounds is not None:
-            check_rows(bounds, q.shape[0], variant.max_q_len)
+            check_rows(bounds, q.shape[0], variant.q_limit)
         check_pages(packed, Tables(block_table, cache.history_lens(seq_lens, slot_ids)), bounds)
     else:
         api.check_kernel_options(variant)

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from .api import decode_into, is_direct, kernels_for, make_results
+from .api import decode_into, kernels_for, make_results
 from .checks import (
     BACKENDS,
     Q_DTYPES,
@@ -21,10 +21,9 @@ from .checks import (
     require,
     with_sinks,
 )
-from .common.cache import PagedKVCache
-from .common.errors import UnsupportedDeviceError
+from .common.cache import PagedKVCache, check_device
 from .common.formats import KVFormat, check_format, check_whole
-from .common.options import DEFAULT_Q_LEN, AttentionOptions
+from .common.options import AttentionOptions
 from .hopper.config import TileConfig
 from .hopper.decode import Buffers, HopperDecode, Tables
 from .replay import Replay
@@ -48,14 +47,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         device: where caches will be; None: the tables' device.
 
     Raises:
-        UnsupportedDeviceError: "cuda" where torch sees no GPU.
+        ValueError, UnsupportedDeviceError: no device, or "cuda" where torch sees no GPU.
     """
 
     def __init__(self, device: torch.device | str | None = None):
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else check_device(device)
         if self.device is not None and self.device.type == "cuda" and self.device.index is None:
-            if not torch.cuda.is_available():
-                raise UnsupportedDeviceError(f"device {str(device)!r} needs a GPU, and torch sees none")
             self.device = torch.device("cuda", torch.cuda.current_device())  # as a tensor names it
         self._tables: Tables | None = None
         self._lengths: dict[tuple[int, torch.device], torch.Tensor] = {}  # derived ones, where graphs read them
@@ -79,7 +76,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         sm_scale: float | None = None,
         options: AttentionOptions | None = None,
         q_indptr: torch.Tensor | None = None,
-        max_q_len: int = DEFAULT_Q_LEN,
+        max_q_len: int | None = None,
         has_sinks: bool = False,
         lse_base: int | str = 2,
         backend: str = "auto",
@@ -95,8 +92,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             num_qo_heads, num_kv_heads, head_dim, page_size, format, q_data_type: what ``run``'s q and cache will be;
                 checked there, and used here to compile and load the kernel.
             block_table, seq_lens: see :func:`foscar.decode_attention`.
-            sm_scale, options, q_indptr, max_q_len, lse_base, backend, tile: see :func:`foscar.decode_attention`.
+            sm_scale, options, q_indptr, lse_base, backend, tile: see :func:`foscar.decode_attention`.
                 Sinks, which differ from layer to layer, are given to :meth:`run`.
+            max_q_len: likewise, but None chooses the kernel for 16 query tokens: there is no q yet.
             has_sinks: whether ``run`` will get them: compile and load that kernel now, instead of on first use.
 
         No host synchronization.  Raises as :func:`foscar.decode_attention`.
@@ -235,8 +233,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         out, lse = make_results(q, out, lse, return_lse)
         kernels = kernels_for(backend, cache, self._batch, heads, dtype, tile, variant)
         buffers = kernels and self._workspace(kernels, heads // kv_heads)
-        decode_into(q, cache, self._tables, scale, out, lse, lse_base, kernels, buffers, variant)
-        if kernels is not None and q.device.type == "cuda" and is_direct(q, cache, out, lse):
-            bound = kernels.bind(q, cache, self._tables, out, lse, buffers, scale, lse_base, variant)
+        bound = decode_into(q, cache, self._tables, scale, out, lse, lse_base, kernels, buffers, variant)
+        if bound is not None and q.device.type == "cuda":
             self._replay = Replay(q, cache, *given, sinks, lse, bound)
         return (out, lse) if return_lse else out

@@ -206,6 +206,15 @@ def test_what_cannot_be_built_is_one_line(options, words, tmp_path):
     assert not (tmp_path / "kernels").exists()
 
 
+@pytest.mark.parametrize("where", ["a file", "a file/below", "/proc/kernels"])
+def test_a_folder_that_cannot_be_written_is_refused_before_compiling(where, tmp_path, monkeypatch):
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr(jit, "export_kernel", lambda *a: pytest.fail("compiled"))
+    with pytest.raises(SystemExit, match="^foscar.aot: --out: ") as info:
+        aot.main([*shlex.split(ONE), "--jobs", "1", "--out", str(tmp_path / where)])
+    assert "\n" not in info.value.code
+
+
 def test_without_a_compiler_nothing_starts(tmp_path, monkeypatch):
     command = [*shlex.split(ONE), "--out", str(tmp_path / "kernels")]
     monkeypatch.setenv("FOSCAR_JIT", "0")

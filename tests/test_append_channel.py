@@ -151,3 +151,43 @@ def test_old_pages_of_a_channel_group_are_checked():
     cache = PagedKVCache(4, 16, 2, 64, KVFormat.make(2, k_axis="channel", k_group=64))
     with pytest.raises(ValueError, match="page id -1"):
         cache.append(torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), int32([[-1, 1]]), int32([16]))
+
+
+def cut_prefix(length: int):
+    """Two requests with the same first page, of groups of 64 tokens in pages of 16; the second has its own others."""
+    cache = PagedKVCache(20, 16, 1, 64, KVFormat.make(2, k_axis="channel", k_group=64, v_axis="token"))
+    table = torch.arange(16, dtype=torch.int32).view(2, 8)
+    table[1, :1] = table[0, :1]
+    x = random_values((length, 1, 64), 3)
+    return cache, table, x
+
+
+@pytest.mark.parametrize("length, shared", [(20, 1), (63, 1), (80, 4), (80, 5)])
+def test_a_group_that_a_shared_prefix_cuts_is_not_appended_to(length, shared):
+    """Its parameters lie in a page below the length, which another request of the batch has, too."""
+    cache, table, x = cut_prefix(length)
+    cache.append(x, x, table[:1], int32([0]), int32([0, length]))
+    table[1, :shared] = table[0, :shared]
+    before = cache.data.clone()
+    one = x[:2]
+    if length // 64 * 64 // 16 >= shared:  # the group's pages are the request's own
+        cache.append(one, one, table, int32([length, length]))
+        return
+    for tables, starts, indptr in ((table, [length] * 2, None), (table, [length, length], [0, 0, 2])):
+        with pytest.raises(ValueError, match=r"page \d+ is of requests \[0, 1\], and request . appends") as error:
+            cache.append(one, one, tables, int32(starts), None if indptr is None else int32(indptr))
+        assert "\n" not in str(error.value) and torch.equal(cache.data, before)
+    copies = table.clone()  # of the pages of the group
+    for i in range(length // 64 * 4, shared):
+        copies[1, i] = 16 + i % 4
+        cache.data[16 + i % 4] = cache.data[int(table[0, i])]
+    cache.append(one, one, copies, int32([length, length]))
+
+
+def test_whole_groups_may_be_shared():
+    cache, table, x = cut_prefix(64)
+    cache.append(x, x, table[:1], int32([0]), int32([0, 64]))
+    table[1, :4] = table[0, :4]
+    before = cache.data[:4].clone()
+    cache.append(x[:2], x[:2], table, int32([64, 64]))
+    assert torch.equal(cache.data[:4], before)

@@ -18,7 +18,8 @@ from support.runners import why_no_gpu
 from foscar.common import append_launch, jit
 from foscar.common.append_config import AppendConfig
 from foscar.common.cache import PagedKVCache
-from foscar.common.formats import FormatError, KVFormat
+from foscar.common.errors import FormatError
+from foscar.common.formats import KVFormat
 from foscar.hopper.config import ARCH
 
 needs_gpu = pytest.mark.skipif(why_no_gpu() is not None, reason=why_no_gpu() or "")

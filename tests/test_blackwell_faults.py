@@ -1,17 +1,13 @@
-"""Faults planted in the compiled Blackwell kernel, one place at a time: every one must be noticed in the emulator.
+"""Faults planted in the compiled Blackwell kernel, one place at a time: every one must be noticed (support/planted.py).
 
-Noticed means: a report (race, hazard, deadlock, misuse) or other bits than the kernel as it is, under some schedule.
 The emulator does not model ``tcgen05.fence``, so its absence is not among them.
 """
 
 from __future__ import annotations
 
-import re
-
 import pytest
-from support import decode_checks as checks
 from support.blackwell import BlackwellRunner, config
-from support.runners import SCHEDULES
+from support.planted import Planted
 
 from foscar.blackwell.decode import kernels
 from foscar.common import jit
@@ -40,50 +36,10 @@ FAULTS: dict[str, tuple[str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def case():
-    found = checks.case_for(CONFIG, LENGTHS, kv_heads=1, seed=60)
-    checks.poison_slack(found)
-    return found
-
-
-@pytest.fixture(scope="module")
-def want(case):
-    """The bits of the kernel as it is, under every schedule."""
-    results = [checks.decode(BlackwellRunner(**options), CONFIG, case) for options in SCHEDULES.values()]
-    assert all(a.equal(b) for found in results for a, b in zip(found, results[0], strict=True))
-    checks.assert_contract(*results[0], case)
-    return results[0]
-
-
-@pytest.fixture(scope="module")
-def ptx():
-    name, config, builder, _ = kernels(CONFIG)[0]
-    return jit.load_or_compile(name, config, "sm_100a", builder).ptx
-
-
-def outcome(case, want, changed: str) -> str:
-    """What noticed the fault; '' if nothing did."""
-    from ptx_emulator import EmulatorError
-
-    for name, options in SCHEDULES.items():
-        runner = BlackwellRunner(mutate=lambda _: changed, max_instructions=400_000, **options)
-        try:
-            got = checks.decode(runner, CONFIG, case)
-        except EmulatorError as e:
-            return f"{name}: {e.kind}"
-        if not all(a.equal(b) for a, b in zip(got, want, strict=True)):
-            return f"{name}: wrong"
-    return ""
+def planted():
+    return Planted(BlackwellRunner, CONFIG, "sm_100a", kernels, LENGTHS)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_noticed(case, want, ptx, fault):
-    pattern, replacement = FAULTS[fault]
-    places = list(re.finditer(pattern, ptx))
-    assert places, f"the kernel has no {pattern!r}: the fault must be written anew"
-    for place in places[:: max(1, (len(places) - 1) // (PLACES - 1))] if len(places) > PLACES else places:
-        changed = ptx[: place.start()] + place.expand(replacement) + ptx[place.end() :]
-        found = outcome(case, want, changed)
-        line = ptx.count("\n", 0, place.start()) + 1
-        print(f"{fault}, PTX line {line}: {found or 'unnoticed'}")
-        assert found, f"unnoticed: PTX line {line}: {place.group()}"
+def test_fault_is_noticed(planted, fault):
+    planted.check(fault, *FAULTS[fault], PLACES)

@@ -26,8 +26,8 @@ from foscar.blackwell.config import (
 from foscar.blackwell.decode import kernels
 from foscar.blackwell.tmem import TensorLedger, lane_address
 from foscar.common import jit, sources
-from foscar.common.errors import UnsupportedDeviceError
-from foscar.common.formats import FormatError, KVFormat
+from foscar.common.errors import FormatError, UnsupportedDeviceError
+from foscar.common.formats import KVFormat
 from foscar.common.sources import source_files
 
 needs_dsl = pytest.mark.skipif(jit.dsl_version() is None, reason="needs nvidia-cutlass-dsl")

@@ -80,11 +80,12 @@ def counted(script):
     """Role loops of every kernel of the budget."""
     if jit.dsl_version() is None:
         pytest.skip("compiling the kernels needs nvidia-cutlass-dsl")
+    shared = importlib.import_module("count_instructions")
     try:
-        script.find_nvdisasm()
-    except script.MissingTool as e:
+        shared.find_nvdisasm()
+    except shared.MissingTool as e:
         pytest.skip(str(e))
-    return {name: script.loops_of(config) for name, config in script.configs().items()}
+    return {name: script.loops_of(config) for name, config in shared.configs(script.DecodeConfig).items()}
 
 
 def test_every_role_is_within_its_budget(script, counted):

@@ -14,8 +14,10 @@ from support.inputs import fits
 
 from foscar.common import jit
 from foscar.common.config import MAX_HEADS, Q_DTYPES
-from foscar.common.formats import PADDED_HEAD_DIMS, PAGE_SIZES, FormatError, KVFormat
+from foscar.common.errors import FormatError
+from foscar.common.formats import PAGE_SIZES, KVFormat
 from foscar.common.plan import KernelOptions
+from foscar.common.tensor_format import PADDED_HEAD_DIMS
 from foscar.hopper import arguments, folds
 from foscar.hopper.config import (
     ARCH,

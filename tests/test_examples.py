@@ -47,6 +47,22 @@ def test_bench_lists(monkeypatch, capsys, arguments):
     assert f"{arguments[0]}: expected a list such as 16" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", [None, "{}", "no JSON"])
+def test_files_that_hold_something_else(monkeypatch, tmp_path, content):
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_text(content)
+    for name, option in (("real_model", "--load"), ("hopper_model", "--json")):
+        with pytest.raises(SystemExit) as info:
+            run(monkeypatch, name, option, str(path))
+        assert option in str(info.value.code) and "\n" not in str(info.value.code)
+
+
+def test_nothing_measured_is_said(monkeypatch, capsys, tmp_path):
+    run(monkeypatch, "bench_decode", "--json", str(tmp_path / "bench.json"))
+    assert "bench.json was not written" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["bench_decode", "bench_startup", "quickstart"])
 def test_help(monkeypatch, capsys, name):
     with pytest.raises(SystemExit, match="^0$"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from support.inputs import all_formats, fits
 
-from foscar.common.formats import HEAD_DIMS, PAGE_SIZES, FormatError, KVFormat, RecordLayout, TensorFormat
+from foscar.common.errors import FormatError
+from foscar.common.formats import HEAD_DIMS, PAGE_SIZES, KVFormat, RecordLayout, TensorFormat
 
 LAYOUTS = [
     pytest.param(f.layout(d, p), id=f"{f.name}-d{d}-p{p}")
@@ -122,7 +123,31 @@ def test_names_are_read_back():
     assert KVFormat.parse("k2c16v4") == KVFormat.make(2, 4, k_axis="channel", k_group=16)
 
 
-@pytest.mark.parametrize("name", ["", "k2", "int2 ", "k2v2-fp16", "k2tv2", "kv", "K2V2", "k2v2x", "int"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "k2",
+        "int2 ",
+        "k2v2-fp16",
+        "k2tv2",
+        "kv",
+        "K2V2",
+        "k2v2x",
+        "int",
+        "int2c64",
+        "int2v4",
+        "int2-",
+        "int4-bf16-bf16",
+        "k02v2",
+        "k2c064v2",
+        "k２v2",
+        "int２",
+        "k2t６４v2",
+        "k2v2\n",
+        "int2\n",
+    ],
+)
 def test_unknown_names(name):
     with pytest.raises(FormatError, match="^a format's name is int2, int4, k4v2, ") as error:
         KVFormat.parse(name)
@@ -154,6 +179,12 @@ def test_errors_are_one_line_that_names_the_field(make, word):
     with pytest.raises(FormatError, match=word) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [None, 2, b"int2", KVFormat.int2()])
+def test_names_are_strings(name):
+    with pytest.raises(TypeError, match="^a format's name must be a str, not "):
+        KVFormat.parse(name)
 
 
 def test_bits_in_place_of_a_tensor_format():

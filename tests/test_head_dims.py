@@ -11,7 +11,8 @@ from support.inputs import POISON, all_formats, fits, indptr_of, int32, make_cas
 
 import foscar
 from foscar.common.cache import PagedKVCache
-from foscar.common.formats import FormatError, KVFormat
+from foscar.common.errors import FormatError
+from foscar.common.formats import KVFormat
 from foscar.common.pack import pack_record, record_tables, unpack_record
 from foscar.common.quantize import CONSTANT_SCALE, dequantize, quantize
 from foscar.common.reference import attention_bf16, attention_reference, decode_folded

@@ -85,6 +85,26 @@ def test_far_apart_and_large_lses():
         assert_equal(lse, torch.full_like(lse, want_lse))
 
 
+@pytest.mark.parametrize("base", [2, "e"])
+def test_the_ends_of_float32(base):
+    """Outputs and LSEs near the largest number, and LSEs of +inf: they count alone."""
+    big, inf = 3.3e38, math.inf
+    for values, lses, want, want_lse in (
+        ((big, big, big), (0.0, 0.0, 0.0), big, None),
+        ((-big, -big, 1.0), (2.0, 2.0, -inf), -big, None),
+        ((3.0, 5.0, 1.0), (big, big, -big), 4.0, big),
+        ((3.0, 5.0, 1.0), (-big, -big, -inf), 4.0, -big),
+        ((3.0, 5.0, 1.0), (inf, 7.0, -inf), 3.0, inf),
+        ((3.0, 5.0, 1.0), (inf, inf, big), 4.0, inf),
+        ((math.nan, 5.0, math.nan), (-inf, inf, -inf), 5.0, inf),
+    ):
+        outs, sums = ([torch.full((1, 2, 64)[:n], x) for x in given] for n, given in ((3, values), (2, lses)))
+        out, lse = merge_states_list(outs, sums, lse_base=base)
+        torch.testing.assert_close(out, torch.full_like(out, want))
+        if want_lse is not None:
+            assert_equal(lse, torch.full_like(lse, want_lse))
+
+
 def test_nan_stays_in_its_row_and_head():
     outs, lses = (torch.stack(x)[:, 3:] for x in states(2, torch.float32))
     want, want_lse = merge_states_list(outs, lses)

@@ -72,6 +72,22 @@ def test_rows_of_no_request_are_not_written(runner):
     assert bool(out[5:].isnan().all()) and not out[:5].isnan().any()
 
 
+@needs_dsl
+@pytest.mark.parametrize("kv_heads, lengths, q_lens", [(1, [300, 129], [4, 0]), (2, [270, 129, 3], [5, 0, 1])])
+def test_more_rows_than_the_kernel_was_chosen_for(kv_heads, lengths, q_lens):
+    """Without max_q_len the kernel is for 2 query tokens each; one request has more, in further passes.  Its parts are
+    merged by item, with few of them, or by worker."""
+    shape, _, _, given, _ = CASES["pairs"]
+    x = option_case(lengths, q_lens, **shape | {"kv_heads": kv_heads}, **given)
+    made = []
+    runner = EmulatorRunner(ctas=2)
+    decoder = runner._decoder
+    runner._decoder = lambda config, index: made.append(config) or decoder(config, index)
+    out, lse = runner.run(checks.call_into_nan, x, max_q_len=None)
+    assert [c.heads for c in made] == [8]
+    checks.assert_option_contract(out, lse, x)
+
+
 def test_nan_stays_in_its_request(runner):
     """Public report 34, with options and drafts."""
     x = option_case([40, 150, 20], [3, 2, 4], options=ALL, sinks=True, **INT2)
@@ -102,8 +118,9 @@ def test_a_graph_follows_lengths_and_rows():
 
     def run():
         checks.foscar.decode_attention(
-            there.case.q, *there.case.tables, options=x.options, sinks=there.sinks, q_indptr=q_indptr, out=out
-        )
+            there.case.q, *there.case.tables, options=x.options, sinks=there.sinks, q_indptr=q_indptr, max_q_len=16,
+            out=out,
+        )  # fmt: skip
 
     run()
     torch.cuda.synchronize()

@@ -1,18 +1,13 @@
-"""Faults planted in the compiled decode kernel, one place at a time: every one must be noticed in the emulator.
-
-The PTX is changed, not the sources, so that nothing is recompiled.  Noticed means: a report (race, hazard, deadlock,
-barrier misuse, fault) or other bits than the kernel as it is, in order, late, or under one of the seeds.
-"""
+"""Faults planted in the compiled decode kernel, one place at a time: every one must be noticed (support/planted.py)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
-from support import decode_checks as checks
 from support.gpu_kernels import TILES
-from support.runners import SCHEDULES, EmulatorRunner
+from support.planted import Planted
+from support.runners import EmulatorRunner
 
 from foscar.common import jit
 from foscar.hopper.config import ARCH, TILE_TOKENS
@@ -55,62 +50,13 @@ FAULTS: dict[str, tuple[str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def case():
-    found = checks.case_for(CONFIG, LENGTHS, kv_heads=1, seed=60)
-    checks.poison_slack(found)
-    return found
-
-
-@pytest.fixture(scope="module")
-def want(case):
-    """The bits of the kernel as it is, under every schedule."""
-    results = [checks.decode(EmulatorRunner(**options), CONFIG, case) for options in SCHEDULES.values()]
-    for found in results:
-        assert same(found, results[0])
-    checks.assert_contract(*results[0], case)
-    return results[0]
-
-
-@pytest.fixture(scope="module")
-def ptx():
-    name, config, builder, _ = kernels(CONFIG)[0]
-    return jit.load_or_compile(name, config, ARCH, builder).ptx
-
-
-def same(got, want) -> bool:
-    return all(a.equal(b) for a, b in zip(got, want, strict=True))
-
-
-def outcome(case, want, mutate: Callable[[str], str]) -> str:
-    """What noticed the fault; '' if nothing did."""
-    from ptx_emulator import EmulatorError
-
-    for name, options in SCHEDULES.items():
-        try:
-            got = checks.decode(EmulatorRunner(mutate=mutate, max_instructions=400_000, **options), CONFIG, case)
-        except EmulatorError as e:
-            return f"{name}: {e.kind}"
-        if not same(got, want):
-            return f"{name}: wrong"
-    return ""
-
-
-def spread(items: list, n: int) -> list:
-    """At most ``n`` of them, the first and the last among them."""
-    return items if len(items) <= n else [items[i * (len(items) - 1) // (n - 1)] for i in range(n)]
+def planted():
+    return Planted(EmulatorRunner, CONFIG, ARCH, kernels, LENGTHS)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_noticed(case, want, ptx, fault):
-    pattern, replacement = FAULTS[fault]
-    places = list(re.finditer(pattern, ptx))
-    assert places, f"the kernel has no {pattern!r}: the fault must be written anew"
-    for place in spread(places, PLACES):
-        changed = ptx[: place.start()] + place.expand(replacement) + ptx[place.end() :]
-        line = ptx.count("\n", 0, place.start()) + 1
-        found = outcome(case, want, lambda _, changed=changed: changed)
-        print(f"{fault}, PTX line {line}: {found or 'unnoticed'}")
-        assert found, f"unnoticed: PTX line {line}: {place.group()}"
+def test_fault_is_noticed(planted, fault):
+    planted.check(fault, *FAULTS[fault], PLACES)
 
 
 def released_when_full(ptx: str) -> str:
@@ -126,7 +72,7 @@ def released_when_full(ptx: str) -> str:
     return load + mark + math
 
 
-def test_a_slot_released_before_it_is_read_is_noticed(case, want):
-    found = outcome(case, want, released_when_full)
+def test_a_slot_released_before_it_is_read_is_noticed(planted):
+    found = planted.outcome(released_when_full)
     assert found, "unnoticed"
     assert found.endswith("race")

@@ -350,6 +350,9 @@ def test_a_refused_append_writes_nothing():
         ((one, one, table, int32(lengths), int32([3, 3])), ValueError, "slot_ids must be different slots of 0 .. 4"),
         ((one, one, table, int32(lengths), int32([5, 0])), ValueError, "slot_ids must be different slots of 0 .. 4"),
         ((one, one, table, int32(lengths), [4, 0]), TypeError, "slot_ids must be a torch.Tensor, not list"),
+        ((one, one, table, int32([41, -1]), slots), ValueError, "request 1 has -1 tokens; slot .* holds 0 .. 25"),
+        ((one, one, table, int32([41, 30]), slots), ValueError, "request 1 has 30 tokens; slot .* holds 0 .. 25"),
+        ((one, one, table, int32([42, 8]), slots), ValueError, "request 0 has 42 tokens; slot .* holds 0 .. 41"),
         ((one, one[:1], table, int32(lengths), slots), ValueError, "k has 2 tokens, v 1"),
         ((one, one, table, int32(lengths), slots, int32([0, 1, 3])), ValueError, "indptr must ascend"),
     ]  # fmt: skip
@@ -367,6 +370,9 @@ def test_a_refused_append_writes_nothing():
         (lambda: WindowConfig(-1, 0), ValueError, "n_sink must be at least 0, not -1"),
         (lambda: WindowConfig(0, 1.5), TypeError, "n_recent must be a whole number, not 1.5"),
         (lambda: WindowConfig(0, 0, "float32"), ValueError, "float16 or bfloat16"),
+        (lambda: WindowedKVCache(-2, 16, 1, 64, max_batch=1), ValueError, "needs num_pages >= 0 .* not -2 and 1"),
+        (lambda: WindowedKVCache(-1, 16, 1, 64, max_batch=1), ValueError, "needs num_pages >= 0 .* not -1 and 1"),
+        (lambda: WindowedKVCache(2.0, 16, 1, 64, max_batch=1), TypeError, "num_pages must be a whole number"),
         (lambda: WindowedKVCache(1, 16, 1, 64, max_batch=0), ValueError, "max_batch must be at least 1, not 0"),
         (lambda: WindowedKVCache(1, 16, 1, 64, max_batch=1, window=(1, 2)), TypeError, "must be a foscar.Window"),
     ],
@@ -385,5 +391,10 @@ def test_decode_errors():
         foscar.decode_windowed(q, cache, table, lengths, slots[:1])
     with pytest.raises(ValueError, match="query heads are not a multiple"):
         foscar.decode_windowed(q[:, :5], cache, table, lengths, slots)
+    for change, message in (([41, 8], "request 0 has 41 tokens; slot . holds 0 .. 40"), ([40, -1], "request 1 has -1")):
+        with pytest.raises(ValueError, match=message):
+            foscar.decode_windowed(q, cache, table, int32(change), slots)
+    with pytest.raises(ValueError, match="request 1 has 8 tokens; slot -1 holds 0 .. 0"):
+        foscar.decode_windowed(q, cache, table, lengths, int32([int(slots[0]), -1]))
     with pytest.raises(ValueError, match="has 15 tokens and 0 pages"):
         foscar.decode_windowed(q, cache, table[:, :0], lengths, slots)

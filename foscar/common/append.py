@@ -11,7 +11,9 @@ from functools import cached_property
 
 import torch
 
-from foscar.common.pack import TensorTable, pack_codes, param_bytes, params_from_bytes, unpack_codes
+from foscar.common.append_checks import check_cut_groups, check_page_ids, check_positions
+from foscar.common.autocast import without_autocast
+from foscar.common.pack import TensorTable, pack_codes, param_bytes, params_from_bytes, record_tables, unpack_codes
 from foscar.common.quantize import (
     Quantized,
     explain_bad_group,
@@ -22,22 +24,6 @@ from foscar.common.quantize import (
 )
 
 _CHUNK_ELEMENTS = 1 << 24  # of the float temporaries of token groups
-
-
-def check_tables(device: torch.device, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
-    """Types, shapes and device of the tensors that say where requests live.
-
-    Raises:
-        ValueError: not int32 [batch, max_pages] and int32 [batch] on ``device``.
-    """
-    wanted = (("block_table", block_table, 2, "[batch, max_pages]"), ("seq_lens", seq_lens, 1, "[batch]"))
-    for name, x, ndim, shape in wanted:
-        if x.dtype != torch.int32 or x.ndim != ndim:
-            raise ValueError(f"{name} must be int32 {shape}, not {x.dtype} {list(x.shape)}")
-        if x.device != device:
-            raise ValueError(f"{name} is on {x.device}, the cache on {device}")
-    if block_table.shape[0] != seq_lens.shape[0]:
-        raise ValueError(f"block_table has {block_table.shape[0]} requests, seq_lens {seq_lens.shape[0]}")
 
 
 def request_positions(seq_lens: torch.Tensor, indptr: torch.Tensor | None, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,6 +93,18 @@ def _read(data: torch.Tensor, page: torch.Tensor, offsets: torch.Tensor) -> torc
     return data.transpose(1, 2)[page[:, None], offsets].transpose(1, 2)
 
 
+@without_autocast
+def store(cache, k: torch.Tensor, v: torch.Tensor, new: NewTokens, check: bool) -> None:
+    """Plan both sides, then write."""
+    tables, layout = record_tables(cache.layout, cache.device), cache.layout
+    writes = []
+    for name, x, table, group in (("k", k, tables.k, layout.k_group), ("v", v, tables.v, layout.v_group)):
+        plan = plan_tokens if table.format.axis == "token" else plan_channels
+        writes += plan(cache, new, name, x, table, group, check)
+    for write in writes:
+        write.store(cache.data)
+
+
 def plan_tokens(cache, new: NewTokens, name, x, table: TensorTable, group: int, check: bool) -> list[Write]:
     """Axis "token": every token stands alone."""
     params = cache.format.params
@@ -121,6 +119,8 @@ def plan_tokens(cache, new: NewTokens, name, x, table: TensorTable, group: int, 
 
 def plan_channels(cache, new: NewTokens, name, x, table: TensorTable, group: int, check: bool) -> list[Write]:
     """Axis "channel": a segment is the part of one token group that one request's new tokens fall in."""
+    if cache.device.type == "cpu":
+        check_cut_groups(cache, new.block_table, *new.lists, group)
     segments = _segments(new, group)
     step = max(1, _CHUNK_ELEMENTS // (group * cache.num_kv_heads * cache.head_dim))
     writes = []
@@ -230,70 +230,3 @@ def _read_groups(cache, new, table, request, position, first) -> _OldGroups:
     pairs = _read(cache.data, page[:, -1], table.params[slot[:, -1] // table.group].flatten(1))
     scale, bias = params_from_bytes(pairs.unflatten(2, (-1, 4)), param_dtype(cache.format.params))
     return _OldGroups(*(x[..., : cache.head_dim] for x in (codes, scale, bias)))
-
-
-def check_page_ids(cache, page: torch.Tensor, request: torch.Tensor) -> None:
-    """Page ids (int64, on the CPU) that are about to be used.
-
-    Raises:
-        ValueError: one is outside the cache; says whose.
-    """
-    bad = ((page < 0) | (page >= cache.num_pages)).nonzero()
-    if len(bad):
-        at = tuple(bad[0].tolist())
-        raise ValueError(
-            f"block_table[{int(request[at])}] holds page id {int(page[at])} where tokens are stored; "
-            f"the cache has pages 0 .. {cache.num_pages - 1}"
-        )
-
-
-def check_new_values(cache, k, v, block_table, seq_lens, indptr) -> None:
-    """The arguments of an append, but for what would make the host wait for a device.
-
-    Raises:
-        TypeError: an argument that is no tensor.
-        ValueError: a type, shape or device that does not fit ``cache``; on the CPU also a bad ``indptr``.
-    """
-    tensors = {"k": k, "v": v, "block_table": block_table, "seq_lens": seq_lens}
-    for name, x in (tensors if indptr is None else tensors | {"indptr": indptr}).items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
-    want = (cache.num_kv_heads, cache.head_dim)
-    for name, x in (("k", k), ("v", v)):
-        if not x.is_floating_point() or x.ndim != 3 or tuple(x.shape[1:]) != want:
-            raise ValueError(
-                f"{name} must be a float tensor [n, {want[0]}, {want[1]}] (KV heads, head_dim), "
-                f"not {x.dtype} {list(x.shape)}"
-            )
-        if x.device != cache.device:
-            raise ValueError(f"{name} is on {x.device}, the cache on {cache.device}")
-    if k.shape[0] != v.shape[0]:
-        raise ValueError(f"k has {k.shape[0]} tokens, v {v.shape[0]}")
-    check_tables(cache.device, block_table, seq_lens)
-    n, batch = k.shape[0], seq_lens.shape[0]
-    if indptr is not None:
-        _check_indptr(cache.device, indptr, batch, n)
-    elif n != batch:
-        raise ValueError(f"k has {n} tokens for {batch} requests: without indptr each request gets one")
-
-
-def _check_indptr(device, indptr, batch, n) -> None:
-    if indptr.dtype != torch.int32 or tuple(indptr.shape) != (batch + 1,) or indptr.device != device:
-        raise ValueError(
-            f"indptr must be int32 [{batch + 1}] on {device}, "
-            f"not {indptr.dtype} {list(indptr.shape)} on {indptr.device}"
-        )
-    if device.type == "cpu":
-        ends = indptr.tolist()
-        if ends[0] != 0 or ends[-1] != n or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
-            raise ValueError(f"indptr must ascend from 0 to the {n} tokens of k, not {ends[:8]}{'...' * (batch > 7)}")
-
-
-def check_positions(cache, block_table, request, position, column) -> None:
-    bad = ((position < 0) | (column >= block_table.shape[1])).nonzero()
-    if len(bad):
-        i = int(bad[0])
-        raise ValueError(
-            f"request {int(request[i])}: position {int(position[i])} is outside its block table of "
-            f"{block_table.shape[1]} pages of {cache.page_size} tokens"
-        )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .formats import FormatError, KVFormat, RecordLayout
+from .errors import FormatError
+from .formats import KVFormat, RecordLayout
 
 NAME, BUILDER = "append", f"{__package__}.append_kernel:build"
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of k and v: bytes of an element

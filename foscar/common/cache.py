@@ -12,8 +12,10 @@ import functools
 
 import torch
 
-from foscar.common import append as _append
 from foscar.common import append_launch, traced
+from foscar.common.append import NewTokens, store
+from foscar.common.append_checks import check_new_values
+from foscar.common.autocast import without_autocast
 from foscar.common.errors import UnsupportedDeviceError
 from foscar.common.formats import KVFormat, RecordLayout, check_format, check_whole
 from foscar.common.pack import TensorTable, record_tables, unpack_tensor
@@ -68,9 +70,11 @@ class PagedKVCache:
             raise ValueError(f"a cache needs num_pages >= 0 and num_kv_heads >= 1, not {num_pages} and {num_kv_heads}")
         shape = (num_pages, num_kv_heads, self.layout.record_bytes)
         if data is None:
-            data = torch.zeros(shape, dtype=torch.uint8, device=_check_device(device))
+            data = torch.zeros(shape, dtype=torch.uint8, device=check_device(device))
         _check_storage(data, shape)
         self.data = data
+        # the operators' arguments of that name: here because torch.compile cannot trace the making of a name
+        self.operator_shape = (self.format.name, self.page_size, self.head_dim)
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +122,8 @@ class PagedKVCache:
         half a step each time, and the losses add up: after many, an old value can be off by nearly the group's whole
         range (measured: 0.95 after 128 values rising from 0 to 1, appended one by one at INT2).  Append whole groups.
         A group whose codes are all 0 holds one value, which is its range.  The host waits for the lengths.
-        Requests must not share the page or the token group that they append to.
+        Requests must not share the page or the token group that they append to: a group's parameters lie in all of its
+        pages, also in those below the length, and may change with its later tokens.
 
         Args:
             k, v: [n, num_kv_heads, head_dim], any float type and strides, on the cache's device.
@@ -131,24 +136,18 @@ class PagedKVCache:
         Raises:
             TypeError: an argument that is no tensor.
             ValueError: types, shapes or devices; on the CPU also page ids outside the cache, positions outside the
-                block table, a bad ``indptr``, and values as above.  On CUDA the kernel skips a token whose position or
+                block table, a bad ``indptr``, values as above, and a token group per channel that another request of
+                the batch shares and that has tokens already.  On CUDA the kernel skips a token whose position or
                 page id is outside; torch operations stop in a device assertion.
         """
         if torch.compiler.is_compiling():
             return traced.append(self, k, v, block_table, seq_lens, indptr, check)
         check = self.device.type == "cpu" if check is None else check
-        _append.check_new_values(self, k, v, block_table, seq_lens, indptr)
+        check_new_values(self, k, v, block_table, seq_lens, indptr)
         if self.device.type == "cuda" and not check:
             if append_launch.launch(self, k, v, block_table, seq_lens, indptr):
                 return
-        new = _append.NewTokens.make(self, k, v, block_table, seq_lens, indptr)
-        tables = record_tables(self.layout, self.device)
-        writes = []
-        for name, x, table, group in (("k", k, tables.k, self.layout.k_group), ("v", v, tables.v, self.layout.v_group)):
-            plan = _append.plan_tokens if table.format.axis == "token" else _append.plan_channels
-            writes += plan(self, new, name, x, table, group, check)
-        for write in writes:
-            write.store(self.data)
+        store(self, k, v, NewTokens.make(self, k, v, block_table, seq_lens, indptr), check)
 
     def read_tokens(
         self, block_table_row: torch.Tensor, start: int, stop: int, sides: str = "kv"
@@ -162,8 +161,20 @@ class PagedKVCache:
         Args:
             block_table_row: int32 [max_pages].
             start: a multiple of the page size.
+            sides: of "k" and "v", in the order wanted.
+
+        Raises:
+            TypeError: a row that is no tensor.
+            ValueError: a row of another shape, tokens that it has no pages for, other sides; on the CPU also a page id
+                outside the cache.
         """
         page = self.page_size
+        if not isinstance(block_table_row, torch.Tensor):
+            raise TypeError(f"block_table_row must be a torch.Tensor, not {type(block_table_row).__name__}")
+        if block_table_row.ndim != 1 or not set(sides) <= {"k", "v"}:
+            raise ValueError(f"block_table_row must be [max_pages] and sides of 'k' and 'v', not "
+                             f"{list(block_table_row.shape)} and {sides!r}")  # fmt: skip
+        start, stop = check_whole("start", start), check_whole("stop", stop)
         if start % page or not 0 <= start <= stop or -(-stop // page) > block_table_row.shape[0]:
             raise ValueError(
                 f"tokens {start}:{stop} do not start at a page or do not fit {block_table_row.shape[0]} pages of {page}"
@@ -176,6 +187,7 @@ class PagedKVCache:
         wanted = (getattr(tables, side) for side in sides)
         return tuple(_first_tokens(unpack_tensor(self.layout, t, records), t, stop - start) for t in wanted)
 
+    @without_autocast
     def dequantize_request(
         self, block_table_row: torch.Tensor, length: int, dtype: torch.dtype = torch.float64
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,8 +215,17 @@ def _layout(format: KVFormat, head_dim: int, page_size: int) -> RecordLayout:
     return format.layout(head_dim, page_size)
 
 
-def _check_device(device: str | torch.device) -> torch.device:
-    device = torch.device(device)
+def check_device(device: str | torch.device) -> torch.device:
+    """A device that a caller gave.
+
+    Raises:
+        ValueError: not a device, nor the name of one.
+        UnsupportedDeviceError: "cuda" where torch sees no GPU.
+    """
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a torch.device or its name, such as 'cuda:0', not {device!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedDeviceError(f"device {str(device)!r} needs a GPU, and torch sees none; device='cpu' runs the "
                                      "CPU backend")  # fmt: skip
@@ -214,6 +235,8 @@ def _check_device(device: str | torch.device) -> torch.device:
 def _check_storage(data: torch.Tensor, shape: tuple[int, int, int]) -> None:
     if not isinstance(data, torch.Tensor):
         raise TypeError(f"data must be a torch.Tensor, not {type(data).__name__}")
+    if data.layout is not torch.strided:
+        raise ValueError(f"data must be dense and strided, not {data.layout}")
     if data.dtype != torch.uint8 or tuple(data.shape) != shape:
         raise ValueError(f"data must be uint8 {list(shape)}, not {data.dtype} {list(data.shape)}")
     if data.numel() == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from .formats import FormatError
+from .errors import FormatError
 from .plan import MAX_ROWS
 
 MAX_HEADS = MAX_ROWS  # query heads per KV head

@@ -1,6 +1,10 @@
-"""What compiling and launching a kernel can raise (formats raise :class:`foscar.common.formats.FormatError`)."""
+"""What formats, and compiling and launching a kernel, can raise."""
 
 from __future__ import annotations
+
+
+class FormatError(ValueError):
+    """A format, head dimension or page size that the cache cannot hold; the message names what is supported."""
 
 
 class CompileError(RuntimeError):

@@ -40,72 +40,12 @@ import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-BITS = (2, 4)
-AXES = ("token", "channel")
+from .tensor_format import TensorFormat, padded_dim, require_format
+
 PARAM_DTYPES = ("float16", "bfloat16")
 PAGE_SIZES = (16, 32, 64, 128)
-PADDED_HEAD_DIMS = (64, 128, 256)  # of records and kernels
 HEAD_DIMS = (64, 80, 96, 112, 128, 256)
 PARAM_BYTES = 4  # one (scale, bias) pair
-
-
-def padded_dim(head_dim: int) -> int:
-    """The channels that a record has for ``head_dim``: the smallest of ``PADDED_HEAD_DIMS`` that holds them."""
-    return min((d for d in PADDED_HEAD_DIMS if d >= head_dim), default=head_dim)
-
-
-class FormatError(ValueError):
-    """A format, head dimension or page size that the cache cannot hold; the message names what is supported."""
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise FormatError(message)
-
-
-@dataclass(frozen=True)
-class TensorFormat:
-    """How K or V alone is quantized.
-
-    Args:
-        bits: 2 or 4.
-        axis: "token" (each token has its own parameters, one pair per group of channels) or "channel" (each channel
-            has its own parameters, one pair per group of tokens).
-        group: axis "token": channels per pair (None: head_dim, else a multiple of 32 that divides the padded head_dim;
-            where it does not divide head_dim, the last group is what is left).
-            Axis "channel": tokens per pair (a multiple of 16 that divides or is a multiple of the page size;
-            None: the page size).
-    """
-
-    bits: int = 2
-    axis: str = "token"
-    group: int | None = None
-
-    def __post_init__(self) -> None:
-        _require(type(self.bits) is int and self.bits in BITS, f"bits must be one of {BITS}, not {self.bits!r}")
-        _require(self.axis in AXES, f"axis must be one of {AXES}, not {self.axis!r}")
-        unit = 32 if self.axis == "token" else 16
-        ok = self.group is None or (isinstance(self.group, int) and self.group > 0 and self.group % unit == 0)
-        _require(ok, f"group along axis {self.axis!r} must be a positive multiple of {unit}, not {self.group!r}")
-
-    @property
-    def max_code(self) -> int:
-        return (1 << self.bits) - 1
-
-    @property
-    def positions(self) -> int:
-        """Codes per byte."""
-        return 8 // self.bits
-
-    def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one token's codes."""
-        return head_dim * self.bits // 8
-
-    def resolved_group(self, head_dim: int, page_size: int) -> int:
-        """The group size in a record: None replaced by its default, a group of all channels by the padded ones."""
-        if self.axis == "channel":
-            return page_size if self.group is None else self.group
-        return padded_dim(head_dim) if self.group in (None, head_dim) else self.group
 
 
 @dataclass(frozen=True)
@@ -123,7 +63,7 @@ class KVFormat:
         for name, f in (("k", self.k), ("v", self.v)):
             if not isinstance(f, TensorFormat):
                 raise TypeError(f"{name} must be a foscar.TensorFormat, not {f!r}; foscar.KVFormat.make takes bits")
-        _require(self.params in PARAM_DTYPES, f"params must be one of {PARAM_DTYPES}, not {self.params!r}")
+        require_format(self.params in PARAM_DTYPES, f"params must be one of {PARAM_DTYPES}, not {self.params!r}")
 
     @classmethod
     def make(
@@ -163,10 +103,17 @@ class KVFormat:
     @classmethod
     def parse(cls, name: str) -> KVFormat:
         """The format of a :attr:`name`, or of ``int2`` (``k2v2``) and ``int4``; else a FormatError."""
-        side = r"(\d+)(?:(t(?=\d)|c)(\d*))?"  # bits, axis, group
-        found = re.fullmatch(f"k{side}v{side}(-bf16)?", re.sub(r"^int(\d+)", r"k\1v\1", name))
-        _require(found is not None, f"a format's name is int2, int4, k4v2, k2c64v2 (c: per channel; group), ..., "
-                                    f"with -bf16 for bfloat16 parameters; not {name!r}")  # fmt: skip
+        if not isinstance(name, str):
+            raise TypeError(f"a format's name must be a str, not {type(name).__name__}")
+        number = "(0|[1-9][0-9]*)"
+        side = f"{number}(?:(t(?=[0-9])|c){number}?)?"  # bits, axis, group
+        full = re.sub(f"^int{number}(?=-|$)", r"k\1v\1", name)
+        found = re.fullmatch(f"k{side}v{side}(-bf16)?", full)
+        require_format(
+            found is not None,
+            f"a format's name is int2, int4, k4v2, k2c64v2 (c: per channel; group), ..., with -bf16 for bfloat16 "
+            f"parameters; not {name!r}",
+        )
         k, v = (
             TensorFormat(int(bits), "channel" if axis == "c" else "token", int(group) if group else None)
             for bits, axis, group in (found.group(1, 2, 3), found.group(4, 5, 6))
@@ -217,16 +164,18 @@ class RecordLayout:
 
     def __post_init__(self) -> None:
         dim, page = self.head_dim, self.page_size
-        _require(type(dim) is int and dim in HEAD_DIMS, f"head_dim must be one of {HEAD_DIMS}, not {dim!r}")
-        _require(type(page) is int and page in PAGE_SIZES, f"page_size must be one of {PAGE_SIZES}, not {page!r}")
+        require_format(type(dim) is int and dim in HEAD_DIMS, f"head_dim must be one of {HEAD_DIMS}, not {dim!r}")
+        require_format(type(page) is int and page in PAGE_SIZES, f"page_size must be one of {PAGE_SIZES}, not {page!r}")
         for name, f in (("K", self.format.k), ("V", self.format.v)):
             g = f.resolved_group(self.head_dim, self.page_size)
             if f.axis == "token":
                 fits = self.padded_head_dim % g == 0
-                _require(fits, f"{name}: a group of {g} channels does not divide head_dim {self.padded_head_dim}")
+                require_format(fits, f"{name}: a group of {g} channels does not divide head_dim {self.padded_head_dim}")
             else:
                 fits = self.page_size % g == 0 or g % self.page_size == 0
-                _require(fits, f"{name}: a group of {g} tokens neither divides nor is a multiple of the page size")
+                require_format(
+                    fits, f"{name}: a group of {g} tokens neither divides nor is a multiple of the page size"
+                )
 
     # ---- sizes and section offsets, in bytes
     @cached_property

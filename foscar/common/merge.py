@@ -38,7 +38,7 @@ def merge_states(
 
     Returns:
         (out, lse) of the same types, computed in float32.  A side whose LSE is -inf counts nothing, whatever its out
-        holds; both sides: zeros and -inf.
+        holds; both sides: zeros and -inf.  A side whose LSE is +inf counts alone; both sides: their mean.
 
     Raises:
         TypeError: an argument that is no tensor, a base of another kind.
@@ -67,12 +67,12 @@ def merge_states_list(
     exp, log = POWERS[lse_base]
     lse = torch.stack(tuple(lses))
     top = lse.amax(0)
-    weight = exp(lse - top.masked_fill(top == -math.inf, 0.0))
+    weight = exp(lse - top.masked_fill(top == -math.inf, 0.0)).masked_fill((lse == top) & (top == math.inf), 1.0)
     total = weight.sum(0)
+    weight /= total.masked_fill(total == 0, 1.0)  # before the sum of products, which may overflow without it
     acc = torch.zeros(outs[0].shape, dtype=torch.float32, device=lse.device)
     for out, w, log_sum in zip(outs, weight, lse, strict=True):
         acc += torch.where((log_sum == -math.inf)[..., None], 0.0, out.float() * w[..., None])
-    acc /= total.masked_fill(total == 0, 1.0)[..., None]
     return acc.to(outs[0].dtype), top + log(total)
 
 
@@ -86,6 +86,7 @@ def _check(outs, lses, lse_base) -> None:
         for x in given:
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name} must hold tensors, not {type(x).__name__}")
+            _require(x.layout is torch.strided, f"{name} must be dense and strided, not {x.layout}")
     _require(len(outs) == len(lses) > 0, f"{len(outs)} outputs and {len(lses)} LSEs: as many are needed, one or more")
     first = outs[0]
     _require(

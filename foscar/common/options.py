@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers
 MAX_WINDOW = 2**31 - 1  # positions are int32
-DEFAULT_Q_LEN = 16  # query tokens per request: a speculative draft
+DEFAULT_Q_LEN = 16  # query tokens per request of a ragged batch: a speculative draft
 
 
 def check_real(name: str, value: float, kind: str = "a real number") -> float:
@@ -40,7 +40,7 @@ def check_real(name: str, value: float, kind: str = "a real number") -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not (math.isfinite(number) and number > 0):
+    if not 0 < number < math.inf:  # torch.compile traces comparisons of its symbolic numbers, math.isfinite not
         raise ValueError(f"{name} must be positive and finite, not {number}")
     return number
 
@@ -117,7 +117,8 @@ class Variant:
         options: see :class:`AttentionOptions`.
         sinks: float32 [query heads], a logit in natural-log units per head, or None.
         q_indptr: int32 [batch + 1], where each request's query rows begin, or None: one row per request.
-        max_q_len: what no request has more query rows than, known to the host.
+        max_q_len: query rows per request that the kernel is chosen for; requests may have more.
+        q_limit: what no request has more query rows than, as far as the host knows; None: than q has.
         exact: tokens in 16 bits, or None; lengths count them too, block tables do not.
     """
 
@@ -125,4 +126,5 @@ class Variant:
     sinks: torch.Tensor | None = None
     q_indptr: torch.Tensor | None = None
     max_q_len: int = DEFAULT_Q_LEN
+    q_limit: int | None = None
     exact: ExactTokens | None = None

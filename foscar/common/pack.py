@@ -91,7 +91,8 @@ def _table(layout, tensor_format, group, byte, param, device) -> TensorTable:
 
 def param_bytes(scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Parameter pairs -> uint8 [..., 4]."""
-    return torch.stack([scale, bias], dim=-1).view(torch.uint8)
+    pair = [p.contiguous().view(torch.int16) for p in (scale, bias)]  # as bytes: torch.autocast would change the type
+    return torch.stack(pair, dim=-1).view(torch.uint8)
 
 
 def params_from_bytes(pairs: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from foscar.common.append import check_tables
+from foscar.common.append_checks import check_tables
 from foscar.common.mask import Span, spans
 from foscar.common.options import AttentionOptions
 from foscar.common.pack import TensorTable, record_tables

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from foscar.common import fold
+from foscar.common.autocast import without_autocast
 from foscar.common.formats import TensorFormat
 from foscar.common.options import AttentionOptions
 from foscar.common.pack import record_tables
@@ -54,6 +55,7 @@ def attention_reference(
     return _dequantized_attention(problem, _same)
 
 
+@without_autocast
 def attention_bf16(
     q: torch.Tensor,
     cache,
@@ -77,6 +79,7 @@ def attention_bf16(
     return _dequantized_attention(problem, _to_bf16)
 
 
+@without_autocast
 def decode_folded(
     q: torch.Tensor,
     cache,

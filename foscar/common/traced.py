@@ -1,6 +1,6 @@
 """What decode and append do where torch.compile traces them: call the operators of :mod:`foscar.ops`.
 
-Arguments are checked when the operator runs.
+Tensors and numbers are checked when the operator runs; here, what the operators' schemas have no room for.
 """
 
 from __future__ import annotations
@@ -14,24 +14,41 @@ def decode_attention(q, cache, block_table, seq_lens, *, options, sinks, out, re
     """:func:`foscar.decode_attention` as one node of a graph.
 
     Raises:
-        ValueError: a ``tile``, which a graph cannot hold.
+        TypeError: tensors or options of another kind.
+        ValueError: a ``tile``, which a graph cannot hold; another ``lse_base``.
     """
+    _check_tensors(q=q, block_table=block_table, seq_lens=seq_lens)
+    _check_tensors(**{name: x for name, x in (("sinks", sinks), ("out", out)) if x is not None})
+    if options is not None and not isinstance(options, AttentionOptions):
+        raise TypeError(f"options must be foscar.AttentionOptions or None, not {type(options).__name__}")
     if tile is not None:
         raise ValueError("tile is not supported under torch.compile: set the knobs in foscar.TileConfig")
     options = AttentionOptions() if options is None else options
-    shape = (cache.format.name, cache.page_size, cache.head_dim)
     settings["sinks"] = None if sinks is None else sinks.detach()
     settings |= {"window": options.window, "soft_cap": options.soft_cap, "out_scale": options.out_scale}
-    result, lse = torch.ops.foscar.decode_attention(
-        q.detach(), cache.data, block_table, seq_lens, *shape, lse_base=str(lse_base), **settings
-    )
-    if out is not None:
-        out.copy_(result)
-        result = out
-    return (result, lse) if return_lse else result
+    if not isinstance(lse_base, str) and lse_base != 2:
+        raise ValueError("lse_base must be 2 or 'e'")
+    tensors, base = (q.detach(), cache.data, block_table, seq_lens), lse_base if isinstance(lse_base, str) else "2"
+    arguments, settings["lse_base"] = (*tensors, *cache.operator_shape), base
+    if out is None:
+        out, lse = torch.ops.foscar.decode_attention(*arguments, **settings)
+    else:  # rows that no request has stay as they are
+        lse = torch.ops.foscar.decode_attention_into(out, *arguments, **settings)
+    return (out, lse) if return_lse else out
 
 
 def append(cache, k, v, block_table, seq_lens, indptr, check) -> None:
-    """:meth:`foscar.PagedKVCache.append` as one node of a graph."""
-    shape = (cache.format.name, cache.page_size, cache.head_dim)
-    torch.ops.foscar.append(cache.data, k.detach(), v.detach(), block_table, seq_lens, indptr, *shape, check)
+    """:meth:`foscar.PagedKVCache.append` as one node of a graph.
+
+    Raises:
+        TypeError: k or v that is no tensor.
+    """
+    _check_tensors(k=k, v=v)
+    new, tables = (k.detach(), v.detach()), (block_table, seq_lens, indptr)
+    torch.ops.foscar.append(cache.data, *new, *tables, *cache.operator_shape, check)
+
+
+def _check_tensors(**tensors: torch.Tensor) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")

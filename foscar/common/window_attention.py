@@ -10,6 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from foscar.common.autocast import without_autocast
 from foscar.common.windows import WindowedKVCache
 
 
@@ -47,6 +48,7 @@ def rows_as_requests(q_indptr: torch.Tensor, seq_lens: torch.Tensor) -> tuple[to
     return rows, (seq_lens.long()[rows] - counts[rows] + token + 1).clamp(min=0).int()
 
 
+@without_autocast
 def window_attention(
     q: torch.Tensor,
     cache: WindowedKVCache,

@@ -91,3 +91,31 @@ def check_slots(slot_ids: torch.Tensor, seq_lens: torch.Tensor, max_batch: int) 
         used = [s for s in slot_ids.tolist() if s != -1]
         if len(set(used)) != len(used) or any(not 0 <= s < max_batch for s in used):
             raise ValueError(f"slot_ids must be different slots of 0 .. {max_batch - 1} or -1, not {used[:8]}")
+
+
+def check_lengths(cache, seq_lens: torch.Tensor, slot_ids: torch.Tensor, *, read: bool = False) -> None:
+    """Raise ValueError where a slot of ``cache``, a WindowedKVCache on the CPU, cannot hold a request of that length.
+
+    That is a length below 0, or one with more tokens behind the slot's history than are ever recent.  Slot -1 holds
+    nothing, which matters where it is ``read``.
+    """
+    if cache.device.type != "cpu":
+        return
+    recent = cache.window.n_recent + cache.unit - 1
+    held = torch.where(slot_ids < 0, 0, cache.window.n_sink + cache.history_lens(seq_lens, slot_ids) + recent)
+    bad = (seq_lens < 0) | (seq_lens > held)
+    for b in (bad if read else bad & (slot_ids >= 0)).nonzero()[:1, 0].tolist():
+        where = f"slot {int(slot_ids[b])} holds 0 .. {int(held[b])}"
+        raise ValueError(f"request {b} has {int(seq_lens[b])} tokens; {where}")
+
+
+def check_finite(cache, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ValueError for new values that a window or the parameters of ``cache``, a WindowedKVCache, cannot hold."""
+    for dtype in {param_dtype(cache.window.dtype), param_dtype(cache.packed.format.params)}:
+        for name, x in (("k", k), ("v", v)):
+            bad = ~x.to(dtype).isfinite()
+            if bool(bad.any()):
+                i, head, channel = bad.nonzero()[0].tolist()
+                kind = str(dtype).removeprefix("torch.")
+                raise ValueError(f"{name}[token {i}, head {head}, channel {channel}] is "
+                                 f"{float(x[i, head, channel])}, which is not finite in {kind}")  # fmt: skip

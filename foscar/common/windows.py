@@ -22,11 +22,13 @@ import torch
 import torch.nn.functional as F
 
 from foscar.common import append as _append
-from foscar.common.cache import PagedKVCache
+from foscar.common.append_checks import check_new_values, check_page_ids, check_positions
+from foscar.common.autocast import without_autocast
+from foscar.common.cache import PagedKVCache, check_device
 from foscar.common.formats import KVFormat, check_whole
 from foscar.common.pack import record_tables
 from foscar.common.quantize import param_dtype
-from foscar.common.window_move import Move, WindowConfig, check_slots
+from foscar.common.window_move import Move, WindowConfig, check_finite, check_lengths, check_slots
 
 RING_UNIT = 16  # the ring's capacity is a multiple
 
@@ -74,14 +76,10 @@ class WindowedKVCache:
         self.max_batch = check_whole("max_batch", max_batch)
         if self.max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, not {max_batch}")
-        one = PagedKVCache(1, page_size, num_kv_heads, head_dim, format)
+        one = PagedKVCache(min(check_whole("num_pages", num_pages), 1), page_size, num_kv_heads, head_dim, format)
+        device = check_device(device)
         # one page and one slot more than asked for: where rows go that store nothing, so that the host need not know
-        self._records = torch.zeros(
-            check_whole("num_pages", num_pages) + 1, *one.data.shape[1:], dtype=torch.uint8, device=device
-        )
-        self.packed = PagedKVCache(
-            num_pages, page_size, num_kv_heads, head_dim, one.format, data=self._records[:num_pages]
-        )
+        self._records = torch.zeros(num_pages + 1, *one.data.shape[1:], dtype=torch.uint8, device=device)
         groups = [
             group
             for f, group in ((one.format.k, one.layout.k_group), (one.format.v, one.layout.v_group))
@@ -96,9 +94,22 @@ class WindowedKVCache:
 
         self._sink, self._recent = ((storage(n), storage(n)) for n in (window.n_sink, self.capacity))
         self._packed_lens = torch.zeros(self.max_batch + 1, dtype=torch.int32, device=device)
+        self._make_views((num_pages, page_size, num_kv_heads, head_dim, one.format))
+
+    def _make_views(self, shape: tuple) -> None:
+        """All but the spare page and slot; ``shape``: of the packed cache."""
+        self._shape, self.packed = shape, PagedKVCache(*shape, data=self._records[: shape[0]])
         self.sink_k, self.sink_v = (x[: self.max_batch] for x in self._sink)
         self.recent_k, self.recent_v = (x[: self.max_batch] for x in self._recent)
         self.packed_lens = self._packed_lens[: self.max_batch]
+
+    def __getstate__(self) -> dict:
+        views = ("packed", "sink_k", "sink_v", "recent_k", "recent_v", "packed_lens")  # pickle would take them apart
+        return {name: x for name, x in vars(self).items() if name not in views}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._make_views(self._shape)
 
     @property
     def device(self) -> torch.device:
@@ -133,6 +144,7 @@ class WindowedKVCache:
         slots = slot_ids.long()
         return torch.where(slots < 0, self.max_batch, slots)
 
+    @without_autocast
     def append(
         self,
         k: torch.Tensor,
@@ -160,13 +172,15 @@ class WindowedKVCache:
         Formats per token: no host synchronization on CUDA.  Per channel: the host waits for the lengths.
 
         Raises:
-            TypeError, ValueError: as :meth:`foscar.PagedKVCache.append`; nothing is written then.
+            TypeError, ValueError: as :meth:`foscar.PagedKVCache.append`; on the CPU also a length that the
+                slot cannot have.  Nothing is written then.
         """
-        _append.check_new_values(self.packed, k, v, block_table, seq_lens, indptr)
+        check_new_values(self.packed, k, v, block_table, seq_lens, indptr)
         check_slots(slot_ids, seq_lens, self.max_batch)
+        check_lengths(self, seq_lens, slot_ids)
         check = self.device.type == "cpu" if check is None else check
         if check:
-            self._check_finite(k, v)
+            check_finite(self, k, v)
         padding = (0, self.packed.padded_head_dim - self.packed.head_dim)
         new = [F.pad(x.to(param_dtype(self.window.dtype)), padding) for x in (k, v)]
         move = Move.make(self, seq_lens, slot_ids, indptr, k.shape[0])
@@ -177,7 +191,7 @@ class WindowedKVCache:
         position, slot, end = move.position, move.slots[move.request], move.new_end[move.request]
         for (store_sink, store_recent), x in zip(self.storage, new, strict=True):
             if self.window.n_sink:
-                inside = position < self.window.n_sink
+                inside = (position >= 0) & (position < self.window.n_sink)
                 _put(store_sink, torch.where(inside, slot, self.max_batch), torch.where(inside, position, 0), x)
             if self.capacity:
                 inside = (position >= end) & (position >= self.window.n_sink)
@@ -195,10 +209,10 @@ class WindowedKVCache:
         if block_table.shape[1] == 0:
             block_table = F.pad(block_table, (0, 1), value=-1)
         if self.device.type == "cpu":
-            _append.check_positions(packed, block_table, request, token, column)
+            check_positions(packed, block_table, request, token, column)
         page = block_table[request, column].long()
         if self.device.type == "cpu":
-            _append.check_page_ids(packed, page[valid], request[valid])
+            check_page_ids(packed, page[valid], request[valid])
         else:
             page = torch.where(page < 0, packed.num_pages + 1, page)  # a negative index would count from the end
         page = torch.where(valid, page, packed.num_pages)
@@ -237,16 +251,6 @@ class WindowedKVCache:
             found.append(x[..., : self.packed.head_dim])
         return found
 
-    def _check_finite(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        for dtype in {param_dtype(self.window.dtype), param_dtype(self.packed.format.params)}:
-            for name, x in (("k", k), ("v", v)):
-                bad = ~x.to(dtype).isfinite()
-                if bool(bad.any()):
-                    i, head, channel = bad.nonzero()[0].tolist()
-                    kind = str(dtype).removeprefix("torch.")
-                    raise ValueError(f"{name}[token {i}, head {head}, channel {channel}] is "
-                                     f"{float(x[i, head, channel])}, which is not finite in {kind}")  # fmt: skip
-
     def fork(self, source: int, target: int) -> None:
         """Make slot ``target`` a request that begins like slot ``source``'s, with as many of its tokens as it likes.
 
@@ -263,10 +267,17 @@ class WindowedKVCache:
             x[target] = x[source]
         self.packed_lens[target] = self.packed_lens[source]
 
+    @without_autocast
     def read_request(
         self, block_table_row: torch.Tensor, length: int, slot: int, dtype: torch.dtype = torch.float64
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K, V) of one request [length, num_kv_heads, head_dim]: what is kept of it, as ``dtype``; the host waits."""
+        """(K, V) of one request [length, num_kv_heads, head_dim]: what is kept of it, as ``dtype``; the host waits.
+
+        Raises:
+            TypeError, ValueError: no slot, a length below 0, a row as of :meth:`foscar.PagedKVCache.read_tokens`.
+        """
+        if check_whole("length", length) < 0 or not 0 <= check_whole("slot", slot) < self.max_batch:
+            raise ValueError(f"length must be 0 or more and slot 0 .. {self.max_batch - 1}, not {length} and {slot}")
         n_sink, dev = self.window.n_sink, self.device
         sink = min(length, n_sink)
         packed = min(int(self.packed_lens[slot]), length - sink)

@@ -1,5 +1,6 @@
 """Other projects' quantized caches -> foscar's, with the same codes: nothing is quantized again."""
 
+from .bitdecoding import from_bitdecoding_codes
 from .dense import Converted, Dense, from_quantized
 from .kivi import ConvertedWindows, add_kivi_residual, from_kivi
 from .oscar import from_oscar
@@ -10,6 +11,7 @@ __all__ = [
     "ConvertedWindows",
     "Dense",
     "add_kivi_residual",
+    "from_bitdecoding_codes",
     "from_kivi",
     "from_oscar",
     "from_qserve",

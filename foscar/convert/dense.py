@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from foscar.common.cache import PagedKVCache
-from foscar.common.formats import KVFormat, TensorFormat
+from foscar.common.formats import KVFormat, TensorFormat, check_whole
 from foscar.common.pack import pack_record
 from foscar.common.quantize import CONSTANT_SCALE, Quantized, param_dtype
+
+from .checks import check_lengths, check_part
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,12 @@ class Dense:
     codes: torch.Tensor
     scale: torch.Tensor
     bias: torch.Tensor
+
+    def check(self, name: str, like: torch.Tensor) -> None:
+        """Kinds, dimensions and devices; shapes depend on the requests."""
+        check_part(f"{name}: codes", self.codes, "uint8", "tokens, kv heads, head_dim", like)
+        for what, x in (("scale", self.scale), ("bias", self.bias)):
+            check_part(f"{name}: {what}", x, "floats", "tokens or groups, kv heads, groups or head_dim", like)
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,18 @@ def from_quantized(k: Dense, v: Dense, lengths: list[int], format: KVFormat, pag
         format: what the codes and parameters are.
 
     Raises:
-        FormatError: a group or page size that the cache does not take.
-        ValueError: codes that are not uint8 or too large, shapes that do not fit each other, or parameters that are
-            negative scales, NaN, or overflow the cache's type.
+        TypeError: an argument of another kind.
+        FormatError: a head_dim, group or page size that the cache does not take.
+        ValueError: codes that are not uint8 or too large, lengths below 0, shapes and devices that do not fit each
+            other, or parameters that are negative scales, NaN, or overflow the cache's type.
     """
+    for name, x in (("K", k), ("V", v)):
+        if not isinstance(x, Dense):
+            raise TypeError(f"{name} must be a foscar.convert.Dense, not {type(x).__name__}")
+        x.check(name, k.codes)
+    if not isinstance(format, KVFormat):
+        raise TypeError(f"format must be a foscar.KVFormat such as foscar.KVFormat.int2(), not {format!r}")
+    lengths, page_size = check_lengths("lengths", lengths), check_whole("page_size", page_size)
     tokens, heads, head_dim = k.codes.shape
     if tokens != sum(lengths) or v.codes.shape != k.codes.shape:
         raise ValueError(f"codes must be [{sum(lengths)}, kv heads, head_dim] for the requests' tokens, K and V alike, "
@@ -97,8 +113,6 @@ class _Side:
     @classmethod
     def make(cls, name: str, x: Dense, f: TensorFormat, group: int, dtype: torch.dtype, lengths: list[int]) -> _Side:
         heads, head_dim = x.codes.shape[1:]
-        if x.codes.dtype != torch.uint8:
-            raise ValueError(f"{name}: codes must be torch.uint8, not {x.codes.dtype}")
         if x.codes.numel() and int(x.codes.max()) > f.max_code:
             raise ValueError(f"{name}: a code is {int(x.codes.max())}; {f.bits} bits hold 0 .. {f.max_code}")
         counts = lengths if f.axis == "token" else [-(-n // group) for n in lengths]

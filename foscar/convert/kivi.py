@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from foscar.common.formats import KVFormat
+from foscar.checks import require
+from foscar.common.formats import KVFormat, TensorFormat
 from foscar.common.window_move import WindowConfig
 from foscar.common.windows import WindowedKVCache
 
+from .checks import check_bits, check_count, check_part, check_shape
 from .dense import Converted, Dense, from_quantized
 from .words import unpack_words
 
@@ -46,9 +48,15 @@ def from_kivi(
         v_scale, v_min: float [batch, kv heads, V tokens, head_dim / group].
 
     Raises:
-        ValueError: shapes that do not fit each other or the bits.
-        FormatError: a group that the cache does not take (see :class:`foscar.TensorFormat`).
+        TypeError: an argument of another kind; ``None`` is what the project keeps while nothing is quantized.
+        ValueError: types, shapes or devices that do not fit each other or the bits.
+        FormatError: bits, a head_dim, group or page size that the cache does not take (see
+            :class:`foscar.TensorFormat`).
     """
+    check_bits("k_bits", k_bits)
+    check_bits("v_bits", v_bits)
+    _check_side("k", "head_dim", k_codes, k_scale, k_min, k_codes)
+    _check_side("v", "tokens", v_codes, v_scale, v_min, k_codes)
     k = unpack_words(k_codes, k_bits, 32)  # [batch, heads, head_dim, tokens]
     v = unpack_words(v_codes, v_bits, 32)  # [batch, heads, tokens, head_dim]
     batch, heads, head_dim, k_tokens = k.shape
@@ -58,7 +66,9 @@ def from_kivi(
     tokens = min(k_tokens, v.shape[2])
     k_group = _group("K", k_tokens, k_scale.shape[3])
     v_group = _group("V", head_dim, v_scale.shape[3])
-    fmt = KVFormat.make(k_bits, v_bits, k_axis="channel", k_group=k_group, v_group=v_group, params=params)
+    whole = v_group == head_dim  # also a head_dim that is no multiple of a group's unit
+    k_side = TensorFormat(k_bits, "channel", k_group)
+    fmt = KVFormat(k_side, TensorFormat(v_bits, "token", None if whole else v_group), params)
     groups = -(-tokens // k_group)
 
     def by_group(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -76,6 +86,14 @@ def from_kivi(
         fmt,
         page_size,
     )
+
+
+def _check_side(name: str, dim: str, codes, scale, minimum, like: torch.Tensor) -> None:
+    """``dim``: what the third dimension is."""
+    check_part(f"{name}_codes", codes, "integers of 32 bits", f"batch, kv heads, {dim}, words", like)
+    for what, x in ((f"{name}_scale", scale), (f"{name}_min", minimum)):
+        check_part(what, x, "floats", f"batch, kv heads, {dim}, groups", like)
+        check_shape(what, x, (*codes.shape[:3], scale.shape[3]))
 
 
 def _group(name: str, elements: int, pairs: int) -> int:
@@ -107,14 +125,22 @@ def add_kivi_residual(
             for the start of K's.  At most ``residual_length`` tokens.
 
     Raises:
-        ValueError: shapes that do not fit the converted part.
+        TypeError: an argument of another kind.
+        ValueError: types, shapes or devices that do not fit the converted part, or values that float16 does not hold.
     """
+    if not isinstance(converted, Converted):
+        raise TypeError(f"converted must be what from_kivi returned, not {type(converted).__name__}")
+    residual_length = check_count("residual_length", residual_length, 0)
     old, batch = converted.cache, len(converted.seq_lens)
+    for name, x in (("k_tail", k_tail), ("v_tail", v_tail)):
+        check_part(name, x, "floats", "batch, kv heads, tokens, head_dim", old.data)
     heads, n, head_dim = old.num_kv_heads, k_tail.shape[2], old.head_dim
     want = (batch, heads, n, head_dim)
     if tuple(k_tail.shape) != want or tuple(v_tail.shape) != want or n > residual_length:
         raise ValueError(f"the tails must be {list(want[:2])} + [up to {residual_length}, {head_dim}], "
                          f"not {list(k_tail.shape)} and {list(v_tail.shape)}")  # fmt: skip
+    for name, x in (("k_tail", k_tail), ("v_tail", v_tail)):
+        require(bool(x.half().isfinite().all()), f"{name} holds a value that is not finite in float16")
     cache = WindowedKVCache(
         old.num_pages, old.page_size, heads, head_dim, old.format,
         max_batch=batch, window=WindowConfig(0, residual_length, "float16"), device=old.device,
@@ -122,7 +148,9 @@ def add_kivi_residual(
     cache.packed.data.copy_(old.data)
     cache.packed_lens.copy_(converted.seq_lens)
     slots = torch.arange(batch, dtype=torch.int32, device=old.device)
-    entry = (converted.seq_lens.long()[:, None] + torch.arange(n, device=old.device)) % cache.capacity  # [batch, n]
+    entry = (converted.seq_lens.long()[:, None] + torch.arange(n, device=old.device)) % max(
+        cache.capacity, 1
+    )  # [batch, n]
     for ring, x in ((cache.recent_k, k_tail), (cache.recent_v, v_tail)):
         ring[slots.long()[:, None], :, entry] = F.pad(x.transpose(1, 2).to(ring), (0, ring.shape[3] - head_dim))
     return ConvertedWindows(cache, converted.block_table, converted.seq_lens + n, slots)

@@ -9,11 +9,14 @@ stay where they are: K is in the space of ``q R_K``, and the output in that of `
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from foscar.common.formats import KVFormat
 from foscar.common.pack import unpack_codes
 
+from .checks import check_ids, check_part, check_ranges, check_shape
 from .dense import Converted, Dense, from_quantized
 
 
@@ -37,12 +40,22 @@ def from_oscar(
             ``kv_indices[kv_indptr[b] : kv_indptr[b + 1]]``.
 
     Raises:
-        ValueError: shapes that do not fit each other.
-        FormatError: a group that the cache does not take (see :class:`foscar.TensorFormat`).
+        TypeError: an argument of another kind.
+        ValueError: types, shapes or devices that do not fit each other, ranges or slots outside what they index.
+        FormatError: a head_dim, group or page size that the cache does not take (see :class:`foscar.TensorFormat`).
     """
+    for name, codes, pairs in (("k", k_codes, k_scales_zeros), ("v", v_codes, v_scales_zeros)):
+        check_part(f"{name}_codes", codes, "uint8", "slots, kv heads, head_dim / 4", k_codes)
+        check_part(f"{name}_scales_zeros", pairs, "floats", "slots, kv heads, 2 * groups", k_codes)
+        check_shape(f"{name}_scales_zeros", pairs, (*codes.shape[:2], pairs.shape[2]))
+    check_shape("v_codes", v_codes, k_codes.shape)
+    check_part("kv_indptr", kv_indptr, "integers", "batch + 1")
+    check_part("kv_indices", kv_indices, "integers", "tokens")
     ends = kv_indptr.tolist()
-    lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
-    slots = kv_indices[ends[0] : ends[-1]].long()
+    check_ranges("kv_indptr", ends, "kv_indices", len(kv_indices))
+    lengths = [b - a for a, b in itertools.pairwise(ends)]
+    slots = kv_indices[ends[0] : ends[-1]].to(k_codes.device, torch.int64)
+    check_ids("kv_indices", slots, len(k_codes), "the pool's slots")
     k, k_group = _dense("K", k_codes, k_scales_zeros, slots)
     v, v_group = _dense("V", v_codes, v_scales_zeros, slots)
     fmt = KVFormat.make(2, k_group=k_group, v_group=v_group, params=params)
@@ -51,10 +64,8 @@ def from_oscar(
 
 def _dense(name: str, codes: torch.Tensor, pairs: torch.Tensor, slots: torch.Tensor) -> tuple[Dense, int | None]:
     head_dim, width = 4 * codes.shape[2], pairs.shape[2]
-    if codes.dtype != torch.uint8 or codes.shape[:2] != pairs.shape[:2] or width % 2 or head_dim % (width // 2 or 1):
-        raise ValueError(f"{name}: codes must be uint8 [slots, kv heads, head_dim / 4] and scales_zeros [slots, "
-                         f"kv heads, 2 * groups], not {codes.dtype} {list(codes.shape)} and "
-                         f"{list(pairs.shape)}")  # fmt: skip
+    if width == 0 or width % 2 or head_dim % (width // 2):
+        raise ValueError(f"{name}: {width} scales and zeros are no pairs for groups that divide {head_dim} channels")
     scale, zero = pairs[slots].double().unflatten(2, (-1, 2)).unbind(3)
     group = None if width == 2 else head_dim // (width // 2)
     return Dense(unpack_codes(codes[slots], 2), scale, -zero * scale), group

@@ -15,6 +15,7 @@ import torch
 
 from foscar.common.formats import KVFormat
 
+from .checks import check_count, check_ids, check_part
 from .dense import Converted, Dense, from_quantized
 from .words import unpack_words
 
@@ -40,20 +41,29 @@ def from_qserve(
         page_size: of the new cache; None: ``block_size``.
 
     Raises:
-        ValueError: blocks too small for the shape, or block ids outside them.
+        TypeError: an argument of another kind.
+        ValueError: types, shapes or devices that do not fit each other, blocks too small for the shape, or block ids
+            outside them.
         FormatError: a head_dim or page_size that the cache does not take.
     """
-    lengths, rows = seq_lens.tolist(), block_table.cpu().long()
+    for name, x in (("k_blocks", k_blocks), ("v_blocks", v_blocks)):
+        check_part(name, x, "bytes", "blocks, bytes per block", k_blocks)
+    check_part("block_table", block_table, "integers", "batch, max_blocks")
+    check_part("seq_lens", seq_lens, "integers", "batch")
+    num_kv_heads, block_size = check_count("num_kv_heads", num_kv_heads), check_count("block_size", block_size)
+    page_size = block_size if page_size is None else check_count("page_size", page_size)
+    layout = KVFormat.int4().layout(check_count("head_dim", head_dim), page_size)
+    lengths, rows = [check_count("seq_lens", n, 0) for n in seq_lens.tolist()], block_table.cpu().long()
     counts = [-(-n // block_size) for n in lengths]
+    if len(rows) != len(counts) or any(n > rows.shape[1] for n in counts):
+        raise ValueError(f"block_table {list(rows.shape)} does not hold the blocks of {lengths[:8]} tokens")
     ids = torch.cat([row[:n] for row, n in zip(rows, counts, strict=True)]) if counts else rows.flatten()
-    if any(n > rows.shape[1] for n in counts) or bool(((ids < 0) | (ids >= min(len(k_blocks), len(v_blocks)))).any()):
-        raise ValueError(f"block_table {list(rows.shape)} does not hold the blocks of {lengths[:8]} tokens, or holds "
-                         f"ids outside 0 .. {min(len(k_blocks), len(v_blocks)) - 1} below the lengths")  # fmt: skip
+    check_ids("block_table", ids, min(len(k_blocks), len(v_blocks)), "the blocks")
     used = [torch.arange(n) + first * block_size for n, first in zip(lengths, _starts(counts), strict=True)]
     rows_used = torch.cat(used).to(k_blocks.device) if used else ids
-    shape = (num_kv_heads, block_size, head_dim)
+    shape = (num_kv_heads, block_size, layout.head_dim)
     k, v = (_dense(name, x, ids.to(x.device), rows_used, shape) for name, x in (("k", k_blocks), ("v", v_blocks)))
-    return from_quantized(k, v, lengths, KVFormat.int4(), page_size or block_size)
+    return from_quantized(k, v, lengths, KVFormat.int4(), page_size)
 
 
 def _starts(counts: list[int]) -> list[int]:
@@ -64,7 +74,7 @@ def _dense(name: str, blocks: torch.Tensor, ids: torch.Tensor, rows: torch.Tenso
     """Of the tokens ``rows`` of the blocks ``ids``, counted over all of them."""
     heads, size, head_dim = shape
     code_bytes, param_bytes = heads * size * head_dim // 2, 2 * heads * size
-    if blocks.element_size() != 1 or blocks.ndim != 2 or blocks.shape[1] < code_bytes + 2 * param_bytes:
+    if blocks.shape[1] < code_bytes + 2 * param_bytes:
         raise ValueError(f"{name}_blocks must be bytes [blocks, {code_bytes + 2 * param_bytes} or more] for {heads} KV "
                          f"heads of {head_dim} and {size} tokens, not {blocks.dtype} {list(blocks.shape)}")  # fmt: skip
     taken = blocks[ids].view(torch.uint8)

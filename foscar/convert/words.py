@@ -10,9 +10,8 @@ def unpack_words(words: torch.Tensor, bits: int, width: int) -> torch.Tensor:
 
     Args:
         words: an integer type of ``width`` bits or more, signed or not.
+        bits: a divisor of ``width``.
     """
-    if words.is_floating_point() or words.element_size() * 8 < width:
-        raise ValueError(f"packed codes must be integers of {width} bits, not {words.dtype}")
     shifts = torch.arange(0, width, bits, device=words.device)
     codes = (words.long()[..., None] >> shifts) & ((1 << bits) - 1)
     return codes.flatten(-2).to(torch.uint8)

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..common.config import ConfigError, check_problem, check_tile_fields
-from ..common.formats import PADDED_HEAD_DIMS, FormatError, KVFormat, RecordLayout
+from ..common.errors import FormatError
+from ..common.formats import KVFormat, RecordLayout
 from ..common.plan import PLAIN, TILE_TOKENS, KernelOptions
+from ..common.tensor_format import PADDED_HEAD_DIMS
 from . import folds
 
 ARCH = "sm_90a"

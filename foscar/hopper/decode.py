@@ -54,10 +54,12 @@ def options_of(variant: Variant, group: int) -> KernelOptions:
     )
 
 
-def option_values(config: DecodeConfig, variant: Variant, group: int) -> dict[str, torch.Tensor | int | float]:
-    """The values of arguments.py's further parameters, of options that the kernel has."""
+def option_values(
+    config: DecodeConfig, variant: Variant, group: int, q_rows: int
+) -> dict[str, torch.Tensor | int | float]:
+    """The values of arguments.py's further parameters, of options that the kernel has; q has ``q_rows`` rows."""
     options = variant.options
-    rows = group * (1 if variant.q_indptr is None else variant.max_q_len)
+    rows = group * (1 if variant.q_indptr is None else min(q_rows, variant.q_limit or q_rows))
     return {
         "q_indptr": 0 if variant.q_indptr is None else variant.q_indptr,
         "window": min(options.window or MAX_WINDOW, MAX_WINDOW),
@@ -113,7 +115,7 @@ def launch_values(
     batch, heads = tables.lengths.shape[0], q.shape[1]
     kv_heads, group = cache.num_kv_heads, heads // cache.num_kv_heads
     workers = ctas * config.warpgroups
-    more = option_values(config, variant, group)
+    more = option_values(config, variant, group, q.shape[0])
     items = kv_heads * more.pop("chunks")
     item_rows = config.heads if config.options.rows else group
     combine = combine_grid(batch, items, workers, item_rows, config.head_dim, ctas)
@@ -248,22 +250,6 @@ class HopperDecode:
             self.config, self.ctas, q, cache, tables, out, lse, buffers, sm_scale, lse_base, variant
         )
         return Bound(self, values, grids)
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        cache: PagedKVCache,
-        tables: Tables,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        buffers: Buffers,
-        sm_scale: float,
-        lse_base: int | str,
-        variant: Variant = PLAIN_CALL,
-    ) -> None:
-        """:meth:`bind`, and launch."""
-        bound = self.bind(q, cache, tables, out, lse, buffers, sm_scale, lse_base, variant)
-        bound(q, cache.data, out, lse, variant.sinks)
 
 
 @functools.cache

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from foscar.common.cache import PagedKVCache
-from foscar.common.formats import FormatError, KVFormat, RecordLayout
+from foscar.common.errors import FormatError
+from foscar.common.formats import KVFormat, RecordLayout
 
 POISON = 0xFF  # as codes: all ones; as 16-bit parameters of either type: NaN
 

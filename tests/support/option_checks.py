@@ -131,7 +131,8 @@ def assert_option_contract(out, lse, x: OptionCase, *, lse_base: int | str = 2) 
 def call(x: OptionCase, *, wrapper: str | None = None, out=None, lse=None, lse_base: int | str = 2, **more):
     """(out, lse) by decode_attention, or by a wrapper with "dense" or "compressed" tables (``lse`` with those only)."""
     case = x.case
-    shared = {"options": x.options, "q_indptr": x.q_indptr, "sm_scale": x.sm_scale, "lse_base": lse_base, **more}
+    shared = {"options": x.options, "q_indptr": x.q_indptr, "sm_scale": x.sm_scale, "lse_base": lse_base}
+    shared |= {"max_q_len": DEFAULT_Q_LEN} | more  # one kernel, whatever the rows
     if wrapper is None:
         return foscar.decode_attention(case.q, *case.tables, sinks=x.sinks, out=out, return_lse=True, **shared)
     cache = case.cache

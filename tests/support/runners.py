@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -148,18 +149,26 @@ class EmulatedDecode(HopperDecode):
         ):
             super().__init__(config, torch.device("cpu"), arch)
 
-    def __call__(self, q, cache, tables, out, lse, buffers, *rest) -> None:
+    def bind(self, q, cache, tables, out, lse, buffers, *rest) -> Callable[..., None]:
+        bound = super().bind(q, cache, tables, out, lse, buffers, *rest)
+        variants = [x for x in rest if isinstance(x, Variant)]
+        more = [y for x in variants for y in (x.sinks, x.q_indptr)]
+        exact = [x.exact for x in variants if x.exact]
+        more += [y for x in exact for y in vars(x).values()]
+        given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values(), *more)
+        return functools.partial(
+            self._launch, bound, [*vars(buffers).values(), *(y for x in exact for y in (x.out, x.lse))], given
+        )
+
+    def _launch(self, bound, room, given, *addresses) -> None:
         from ptx_emulator import Memory
 
-        exact = [y for x in rest if isinstance(x, Variant) and x.exact for y in vars(x.exact).values()]
-        for x in (*vars(buffers).values(), *exact[-2:]):
+        for x in room:
             x.fill_(math.nan if x.is_floating_point() else -1)
-        more = (y for x in rest if isinstance(x, Variant) for y in (x.sinks, x.q_indptr))
-        given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values(), *more, *exact)
         self.tensors = {x.data_ptr(): x for x in given if x is not None and x.numel()}
         self.memory = Memory()
         with mock.patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)):
-            super().__call__(q, cache, tables, out, lse, buffers, *rest)
+            bound(*addresses)
 
 
 class EmulatorRunner:

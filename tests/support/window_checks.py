@@ -11,7 +11,7 @@ import torch
 
 import foscar
 from foscar import AttentionOptions, KVFormat, PagedKVCache, WindowConfig, WindowedKVCache
-from foscar.common.options import Variant
+from foscar.common.options import DEFAULT_Q_LEN, Variant
 from foscar.common.reference import relative_error
 
 from .compare import error_report
@@ -73,7 +73,7 @@ class Inputs:
         out = torch.full_like(self.q, torch.nan)
         return foscar.decode_windowed(
             self.q, self.cache, self.table, self.lengths, self.slots, out=out, return_lse=True, options=x.options,
-            sinks=self.sinks, q_indptr=indptr, sm_scale=x.sm_scale, **more,
+            sinks=self.sinks, q_indptr=indptr, sm_scale=x.sm_scale, max_q_len=DEFAULT_Q_LEN, **more,
         )  # fmt: skip
 
 
