@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import window_checks as checks
 from support.compare import assert_equal
-from support.runners import EmulatorRunner, GpuRunner, why_no_gpu
+from support.runners import EmulatorRunner, GpuRunner, ScheduledRunner, why_no_gpu
 from support.window_checks import KIVI, WindowCase, make_inputs
 
 import foscar
@@ -60,6 +60,14 @@ def test_contract_with_split_items(runner, name):
     if isinstance(runner, EmulatorRunner):
         runner = EmulatorRunner(ctas=5)
     checks.assert_contract(*runner.run(checks.kernel_results, CASES[name]))
+
+
+@needs_dsl
+@pytest.mark.parametrize("name", ["int2", "drafts"])
+def test_every_schedule(name):
+    x = dataclasses.replace(CASES[name], lengths=(150, 7), q_lens=(3, 2) if CASES[name].q_lens else None, steps=0)
+    given = make_inputs(x)
+    checks.assert_contract(*ScheduledRunner(ctas=1).run(given.decode), given)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -156,9 +156,8 @@ class EmulatedDecode(HopperDecode):
         exact = [x.exact for x in variants if x.exact]
         more += [y for x in exact for y in vars(x).values()]
         given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values(), *more)
-        return functools.partial(
-            self._launch, bound, [*vars(buffers).values(), *(y for x in exact for y in (x.out, x.lse))], given
-        )
+        room = [*vars(buffers).values(), *(y for x in exact for y in (x.out, x.lse))]
+        return functools.partial(self._launch, bound, room, given)
 
     def _launch(self, bound, room, given, *addresses) -> None:
         from ptx_emulator import Memory

@@ -134,7 +134,7 @@ def assert_contract(out, lse, given: Inputs, lse_base: int | str = 2) -> None:
     for b, (start, stop) in enumerate(itertools.pairwise(x.bounds)):
         if start == stop:
             continue
-        k, v = given.cache.read_request(given.table[b], x.lengths[b], int(given.slots[b]))
+        k, v = given.cache.read_request(given.table[b], x.lengths[b], max(0, int(given.slots[b])))
         rows = []
         for row in range(start, stop):
             n = max(0, x.lengths[b] - (stop - row) + 1)
