@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import device
+from . import device, window_tokens
 from .plan import PLAIN, TILE_TOKENS, KernelOptions
 
 TILE_SHIFT = TILE_TOKENS.bit_length() - 1
@@ -56,9 +56,6 @@ class Requests:
     rows: Int32 | None = None  # of an item
     q_indptr: Int64 | None = None  # int32 [batch + 1], or 0: a query token per request
     window: Int32 | None = None  # keys that a row sees, itself included; at most 2^30
-    slots: Int64 | None = None  # int32 [batch], of windows in 16 bits; -1: a request without tokens
-    packed_lens: Int64 | None = None  # int32 [slots], tokens between sink and recent window
-    n_sink: Int32 | None = None
 
 
 @dataclass
@@ -88,20 +85,6 @@ def tiles_of(length) -> Int32:
     return cutlass.max((length + (TILE_TOKENS - 1)) >> TILE_SHIFT, Int32(1))
 
 
-def window_lengths(args, request) -> tuple[Int32, Int32, Int32, Int32]:
-    """(window slot, tokens, those in the history, those after it) of a request with KernelOptions.exact."""
-
-    def entry(address, i):
-        return cute.make_tensor(device.global_pointer(Int32, address + 4 * Int64(i), 4), cute.make_layout(1))[0]
-
-    slot = entry(args.slots, request)
-    length = cutlass.select_(slot >= 0, lengths_of(args)[request], Int32(0))
-    slot = cutlass.max(slot, Int32(0))
-    beyond = cutlass.max(length - args.n_sink, Int32(0))
-    history = cutlass.min(entry(args.packed_lens, slot), beyond)
-    return slot, length, history, beyond - history
-
-
 @cute.jit
 def _query_rows(args, request: Int32):
     """The request's first row of q, and how many it has."""
@@ -115,11 +98,7 @@ def _query_rows(args, request: Int32):
 
 def cut_of(args, request, options: KernelOptions) -> Cut:
     """How ``request`` is cut (plan.Cut on the host)."""
-    recent = None
-    if options.exact:
-        _, _, length, recent = window_lengths(args, request)
-    else:
-        length = lengths_of(args)[request]
+    length, recent = window_tokens.packed_lengths(args, request, lengths_of(args)[request], options)
     if not (options.rows or options.window):
         return Cut(length, Int32(0), tiles_of(length), args.kv_heads)
     chunks, q_row, q_len, heads, first, span = None, None, Int32(1), args.kv_heads, Int32(0), length

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .plan import KernelOptions
 
 WARPS = 8
+ROWS = 16  # of a matrix product
 BLOCK = 16  # tokens that a warp takes at once
 
 

@@ -28,11 +28,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from . import device, rows, schedule
+from . import device, rows, schedule, window_query, window_tokens
 from .soft_cap import cap_logit
-from .window_config import BLOCK, WARPS
-
-ROWS = 16  # of a matrix product
+from .window_config import BLOCK, ROWS, WARPS
+from .window_tokens import Tokens
 
 
 @dataclass
@@ -61,91 +60,6 @@ class Args:
     q_indptr: Int64 | None = None
     soft_cap_log2: Float32 | None = None
     rows: Int32 | None = None
-
-
-@dataclass
-class Tokens:
-    """An item's tokens in 16 bits: index 0 .. count - 1, the sink's first."""
-
-    sink: Int32  # of them in the sink
-    count: Int32
-    first: Int32  # position of the first one after the sink, less its index
-    length: Int32  # of the request
-    entry: Int32  # of the ring, of the first one after the sink
-    capacity: Int32
-    sink_row: Int64  # rows of the storages before this item's
-    recent_row: Int64
-
-    def address(self, sink_base, recent_base, index, row_bytes: int) -> Int64:
-        """Of a token's row."""
-        inside = index < self.sink
-        entry = self.entry + index - self.sink
-        entry = entry - cutlass.select_(entry >= self.capacity, self.capacity, Int32(0))
-        row = cutlass.select_(inside, self.sink_row + Int64(index), self.recent_row + Int64(entry))
-        return cutlass.select_(inside, sink_base, recent_base) + row * row_bytes
-
-    def position(self, index) -> Int32:
-        """In the request."""
-        return index + cutlass.select_(index < self.sink, Int32(0), self.first)
-
-
-def _tokens(args, request, kv_head) -> Tokens:
-    slot, length, history, recent = schedule.window_lengths(args, request)
-    sink = cutlass.min(length, args.n_sink)
-    row = Int64(slot) * Int64(args.kv_heads) + Int64(kv_head)
-    return Tokens(
-        sink=sink,
-        count=sink + cutlass.min(recent, args.capacity),
-        first=history,
-        length=length,
-        entry=(args.n_sink + history) % cutlass.max(args.capacity, Int32(1)),
-        capacity=args.capacity,
-        sink_row=row * Int64(args.n_sink),
-        recent_row=row * Int64(args.capacity),
-    )
-
-
-def _pairs(values: list, dtype: str) -> list[Uint32]:
-    return [device.pack_halves(a, b, dtype) for a, b in zip(values[::2], values[1::2], strict=True)]
-
-
-def _terms(values: list, count: int, dtype: str) -> list[list[Uint32]]:
-    """Floats, an even number, as the sum of ``count`` packed lists of 16-bit ones."""
-    terms = []
-    for i in range(count):
-        terms.append(_pairs(values, dtype))
-        if i + 1 < count:
-            rounded = [x for word in terms[-1] for x in device.unpack_halves(word, dtype)]
-            values = [x - y for x, y in zip(values, rounded, strict=True)]
-    return terms
-
-
-@cute.jit
-def _stage_query(args, item: rows.ItemRows, query: Int32, factors: Int32, warp: Int32, lane: Int32,
-                 cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """Q in the order of the operand's registers, and what each row's raw scores are to be multiplied by."""
-    per_lane = cfg.head_dim // 32
-    for half in cutlass.range_constexpr(ROWS // WARPS):
-        index = warp + WARPS * half
-        pairs = rows.read_query(args, item, index, lane, cfg)
-        terms = [[pairs[i] for i in range(per_lane // 2)]]
-        factor = args.sm_scale_log2
-        if cutlass.const_expr(cfg.q_dtype != cfg.dtype):
-            x = [v for word in terms[0] for v in device.unpack_halves(word, cfg.q_dtype)]
-            if cutlass.const_expr(cfg.scales_query):
-                largest = device.tree(device.max_nan, [device.absolute(v) for v in x])
-                top = device.butterfly(device.max_nan, largest, (1, 2, 4, 8, 16))
-                exponent = cutlass.max(Int32(top.bitcast(Uint32) >> 23), Int32(15))
-                up = (Uint32(268) - Uint32(exponent) << 23).bitcast(Float32)  # the largest lands in [2^14, 2^15)
-                x = [v * up for v in x]
-                factor = factor * (Uint32(exponent) - Uint32(14) << 23).bitcast(Float32)
-            terms = _terms(x, cfg.query_terms, cfg.dtype)
-        channel = per_lane * lane
-        place = channel // 32 * 512 + (index % 8 * 4 + channel % 32 // 8) * 16 + channel % 8 * 2
-        for term, words in enumerate(terms):
-            device.store_shared(query + (2 * term + half) * (16 * cfg.head_dim) + place, words)
-        if lane == 0:
-            device.store_shared(factors + 4 * index, [factor.bitcast(Uint32)])
 
 
 def _load_rows(address, offsets: list) -> list:
@@ -192,7 +106,7 @@ def _logits(s: list, args, tokens: Tokens, block, t, factors: list, limits: list
 
 def _add_values(acc: cute.Tensor, p: list, v: list, cfg) -> None:
     """``acc`` + P V: p[score register], v[token][i] four words."""
-    operands = _terms(p, cfg.prob_terms, cfg.dtype)  # words: rows g, g + 8 of tokens 0-7, then of 8-15
+    operands = window_query.terms_of(p, cfg.prob_terms, cfg.dtype)  # words: rows g, g + 8 of tokens 0-7, then of 8-15
     for i in range(cfg.head_dim // 64):
         for jj in range(8):
             selector = 0x5410 if jj % 2 == 0 else 0x7632
@@ -284,8 +198,8 @@ def _attend(args, request: Int32, head: Int32, room: tuple, thread: Int32, cfg: 
     query, factor_room, sums, stats = room
     warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
     item = rows.of_item(args, request, head, cfg.options)
-    tokens = _tokens(args, request, item.kv_head)
-    _stage_query(args, item, query, factor_room, warp, lane, cfg)
+    tokens = window_tokens.of_item(args, request, item.kv_head, schedule.lengths_of(args)[request])
+    window_query.stage_query(args, item, query, factor_room, warp, lane, cfg)
     cute.arch.sync_threads()
     acc = cute.make_rmem_tensor((cfg.head_dim // 2,), Float32)
     m, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
