@@ -71,9 +71,32 @@ def option_bench(problem: bs.Problem, window: float = 0, q_len: int = 1, sinks: 
     return bs.Bench(calls, None, None, nbytes, keep=(caches,))
 
 
+def windowed_bench(problem: bs.Problem) -> bs.Bench:
+    """The plain format behind OSCAR's windows: as many tokens, 64 + 256 of them in 16 bits."""
+    fmt, window, device = FORMATS[PLAIN], foscar.WindowConfig.oscar(), problem.device
+    table, lengths = problem.tables()
+    shape = (problem.pages, problem.page, problem.kv_heads, problem.head_dim, fmt)
+    exact = 4 * problem.batch * (window.n_sink + window.n_recent) * problem.head_dim * problem.kv_heads
+    nbytes = problem.pages * problem.kv_heads * fmt.layout(problem.head_dim, problem.page).record_bytes + exact
+    caches = []
+    for packed in bs.random_caches(problem, fmt, bs.copies_of(nbytes, device)):
+        cache = foscar.WindowedKVCache(*shape, max_batch=problem.batch, window=window, device=device)
+        cache.packed.data.copy_(packed.data)
+        cache.packed_lens.fill_(max(0, problem.length - window.n_sink - window.n_recent))
+        for x in (cache.sink_k, cache.sink_v, cache.recent_k, cache.recent_v):
+            x.normal_()
+        caches.append(cache)
+    slots = torch.arange(problem.batch, dtype=torch.int32, device=device)
+    q = problem.query()
+    out = torch.empty_like(q)
+    calls = [lambda c=c: foscar.decode_windowed(q, c, table, lengths, slots, out=out) for c in caches]
+    return bs.Bench(calls, None, None, nbytes, keep=(caches,))
+
+
 def jobs(problem: bs.Problem) -> dict[str, Callable[[], bs.Bench]]:
     found = {name: lambda f=f: bs.foscar_bench(problem, f, None, "cuda") for name, f in FORMATS.items()}
-    return found | {name: lambda o=o: option_bench(problem, **o) for name, o in OPTIONS.items()}
+    found |= {name: lambda o=o: option_bench(problem, **o) for name, o in OPTIONS.items()}
+    return found | {"windows of 64 + 256 in 16 bits": lambda: windowed_bench(problem)}
 
 
 def main() -> int:

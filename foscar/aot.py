@@ -254,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", default="4", help="query heads per KV head; default %(default)s")
     parser.add_argument("--q-dtypes", default="bfloat16", help="bfloat16, float16; default %(default)s")
     parser.add_argument("--options", default="", help="of window, soft_cap, wide_cap (above 256), sinks, out_scale, "
-                        "rows (q_indptr, or more than 16 heads); default none")  # fmt: skip
+                        "rows (q_indptr, or more than 16 heads), exact, exact_f16 (windows); default none")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a knob of the tile config")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
                         help="compile so many at once; default: the processors, %(default)s here")  # fmt: skip

@@ -95,6 +95,11 @@ def _backend(name: str, cache: PagedKVCache) -> str:
     return name
 
 
+def takes_windows(backend: str, cache: PagedKVCache) -> bool:
+    """Whether the kernels of a call attend over tokens in 16 bits (options.ExactTokens) too: Hopper's do."""
+    return _backend(backend, cache) == "cuda" and device_arch(cache.device) == ARCH
+
+
 def kernels_for(
     backend: str,
     cache: PagedKVCache,

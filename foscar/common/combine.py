@@ -56,6 +56,11 @@ class Args:
     sinks: Int64 | None = None
     out_scale: Float32 | None = None
     rows: Int32 | None = None  # of an item of the decode kernel
+    slots: Int64 | None = None
+    packed_lens: Int64 | None = None
+    n_sink: Int32 | None = None
+    exact_out: Int64 | None = None
+    exact_lse: Int64 | None = None
 
 
 @dataclass
@@ -152,6 +157,7 @@ def _join(sums: cute.Tensor, stats: cute.Tensor, unit: Int32, first: Int32, coun
 @cute.jit
 def _store(args, place, channel: Int32, values: list, log_sum: Float32, cfg: cutlass.Constexpr) -> None:
     """A row's channels from ``channel`` on, and with channel 0 its LSE."""
+    values, log_sum = rows.join_windows(args, cfg, place, values, channel, 1, log_sum)
     factor, log_sum = rows.end_row(args, cfg.options, place.head, log_sum)
     at = Int64(place.row) * args.out_stride + Int64(place.head) * args.out_head_stride + Int64(channel)
     dtype = BFloat16 if cutlass.const_expr(cfg.out_dtype == "bfloat16") else Float16

@@ -81,6 +81,17 @@ def multiply_codes(a, b, c) -> list[Int32]:
     return [Int32(llvm.extractvalue(T.i32(), result, [i])) for i in range(4)]
 
 
+def multiply_halves(a, b, c, dtype: str) -> list[Float32]:
+    """mma.sync of "float16" or "bfloat16" [16, 16] by [16, 8] added to float32 [16, 8], by one warp: 4, 2 and 4
+    registers of a lane."""
+    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, "
+    values = [*(Uint32(x) for x in (*a, *b)), *(Float32(x) for x in c)]
+    four = llvm.StructType.get_literal([T.f32()] * 4)
+    result = _pure(four, values, text + "{$8, $9}, {$10, $11, $12, $13};", "=f,=f,=f,=f" + ",r" * 6 + ",f" * 4)
+    return [Float32(llvm.extractvalue(T.f32(), result, [i])) for i in range(4)]
+
+
 def arrive_where(condition, barrier) -> None:
     """Arrive at an mbarrier (a shared address) where ``condition`` (per lane) holds, by a predicate."""
     text = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1]; }"
@@ -154,6 +165,12 @@ def to_half(x, dtype: str) -> Uint32:
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     text = f"{{ .reg .b16 h; cvt.rn.{kind}.f32 h, $1; cvt.u32.u16 $0, h; }}"
     return Uint32(_pure(T.i32(), [Float32(x)], text, "=r,f"))
+
+
+def pack_halves(low, high, dtype: str) -> Uint32:
+    """Two float32, rounded as by :func:`to_half`, in one word."""
+    kind = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
+    return Uint32(_pure(T.i32(), [Float32(high), Float32(low)], f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f"))
 
 
 def arith(name: str, a, b) -> Float32:

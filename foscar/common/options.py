@@ -87,6 +87,29 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, eq=False)
+class ExactTokens:
+    """The tokens in 16 bits that a decode attends over beside the packed ones (foscar.common.windows has the layout).
+
+    Attributes:
+        slots: int32 [batch], the requests' window slots; -1: a request without tokens.
+        packed_lens: int32 [slots], tokens of each slot's history.
+        sink_k, sink_v: [slots, kv heads, n_sink, padded_head_dim], contiguous, bfloat16 or float16.
+        recent_k, recent_v: [slots, kv heads, capacity, padded_head_dim], likewise.
+        out: float32 [query rows, query heads, padded_head_dim], workspace.
+        lse: float32 [query rows, query heads], workspace.
+    """
+
+    slots: torch.Tensor
+    packed_lens: torch.Tensor
+    sink_k: torch.Tensor
+    sink_v: torch.Tensor
+    recent_k: torch.Tensor
+    recent_v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Variant:
     """Everything that makes a call other than plain attention of one query token per request.
 
@@ -96,6 +119,7 @@ class Variant:
         q_indptr: int32 [batch + 1], where each request's query rows begin, or None: one row per request.
         max_q_len: query rows per request that the kernel is chosen for; requests may have more.
         q_limit: what no request has more query rows than, as far as the host knows; None: than q has.
+        exact: tokens in 16 bits, or None; lengths count them too, block tables do not.
     """
 
     options: AttentionOptions = AttentionOptions()
@@ -103,3 +127,4 @@ class Variant:
     q_indptr: torch.Tensor | None = None
     max_q_len: int = DEFAULT_Q_LEN
     q_limit: int | None = None
+    exact: ExactTokens | None = None

@@ -29,6 +29,9 @@ class KernelOptions:
         out_scale: the output is multiplied by a number.
         rows: an item has rows, (query token, head of the group) pairs, up to the config's ``heads`` of them; a request
             with more has several items per KV head, which all read the cache.
+        exact: the packed tokens are the history of a cache with windows in 16 bits, over which window_kernel.py has
+            attended: its results join.
+        exact_f16: float16 windows, not bfloat16 (nothing to the decode kernel and its combine).
     """
 
     window: bool = False
@@ -37,6 +40,8 @@ class KernelOptions:
     sinks: bool = False
     out_scale: bool = False
     rows: bool = False
+    exact: bool = False
+    exact_f16: bool = False
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from . import device, schedule
 from .plan import KernelOptions
@@ -58,6 +58,47 @@ def of_item(args, request, head, options: KernelOptions) -> ItemRows:
     first = (head - kv_head * cut.chunks) * args.rows
     count = cutlass.min(cut.q_len * args.group - first, args.rows)
     return ItemRows(args.group, kv_head, count, args.rows, cut.q_row, first, cut.q_len)
+
+
+@cute.jit
+def read_query(args, item: ItemRows, index: Int32, lane: Int32, cfg: cutlass.Constexpr) -> cute.Tensor:
+    """The lane's channels of row ``index`` of the item, as packed 16-bit pairs; zeros for a padded row."""
+    words = cfg.head_dim // 64
+    pairs = cute.make_rmem_tensor((words,), Uint32)
+    pairs.fill(0)
+    if index < item.count:
+        at = item.place(index)
+        address = args.q + 2 * (Int64(at.row) * args.q_stride + Int64(at.head) * args.q_head_stride)
+        source = device.global_pointer(Uint32, address + Int64(4 * words * lane), 4 * words)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(words)), pairs)
+    return pairs
+
+
+def _float(address) -> Float32:
+    return cute.make_tensor(device.global_pointer(Float32, address, 4), cute.make_layout(1))[0]
+
+
+def join_windows(args, cfg, at: Place, values: list, first, step: int, lse) -> tuple[list, Float32]:
+    """With KernelOptions.exact, a row over its packed tokens joined with the same row over its tokens in 16 bits.
+
+    Args:
+        values: its normalized output in the channels ``first``, ``first + step``, ...; ``lse``: in base 2.
+
+    Returns:
+        (values, lse) over all tokens; as they are without the option.
+    """
+    if not cfg.options.exact:
+        return values, lse
+    row = Int64(at.row) * Int64(args.kv_heads * args.group) + Int64(at.head)
+    address = args.exact_out + 4 * (row * cfg.head_dim + Int64(first))
+    others = [_float(address + 4 * step * i) for i in range(len(values))]
+    other = _float(args.exact_lse + 4 * row)
+    top = cute.arch.fmax(cute.arch.fmax(lse, other), Float32(LOWEST))
+    own, weight = device.exp2(lse - top), device.exp2(other - top)
+    total = own + weight
+    inverse = cutlass.select_(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
+    joined = [device.fma(weight, b, own * a) * inverse for a, b in zip(values, others, strict=True)]
+    return joined, top + device.log2(total)
 
 
 def end_row(args, options: KernelOptions, query_head, lse):

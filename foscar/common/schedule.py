@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import device
+from . import device, window_tokens
 from .plan import PLAIN, TILE_TOKENS, KernelOptions
 
 TILE_SHIFT = TILE_TOKENS.bit_length() - 1
@@ -62,7 +62,7 @@ class Requests:
 class Cut:
     """One request as it is cut into items."""
 
-    length: Int32  # tokens; 0 where there is no query row
+    length: Int32  # packed tokens; 0 where there is no query row
     first: Int32  # tile of the request that is tile 0 of its items
     tiles: Int32  # of an item
     heads: Int32  # items: KV heads times row chunks
@@ -70,6 +70,7 @@ class Cut:
     q_row: Int32 | None = None  # of the first query token
     q_len: Int32 | None = None  # query tokens
     span: Int32 | None = None  # tokens from the earliest that a row sees to the end
+    recent: Int32 | None = None  # tokens in 16 bits after the packed ones
 
     def kv_head(self, head) -> Int32:
         """Of item ``head`` of the request."""
@@ -97,7 +98,7 @@ def _query_rows(args, request: Int32):
 
 def cut_of(args, request, options: KernelOptions) -> Cut:
     """How ``request`` is cut (plan.Cut on the host)."""
-    length = lengths_of(args)[request]
+    length, recent = window_tokens.packed_lengths(args, request, lengths_of(args)[request], options)
     if not (options.rows or options.window):
         return Cut(length, Int32(0), tiles_of(length), args.kv_heads)
     chunks, q_row, q_len, heads, first, span = None, None, Int32(1), args.kv_heads, Int32(0), length
@@ -109,7 +110,7 @@ def cut_of(args, request, options: KernelOptions) -> Cut:
     if options.window:
         start = cutlass.max(length - q_len + 1 - args.window, Int32(0))
         first, span = start >> TILE_SHIFT, length - start
-    return Cut(length, first, tiles_of(length) - first, heads, chunks, q_row, q_len, span)
+    return Cut(length, first, tiles_of(length) - first, heads, chunks, q_row, q_len, span, recent)
 
 
 def _line_tiles(args, request, options: KernelOptions) -> Int32:

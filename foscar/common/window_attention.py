@@ -39,9 +39,23 @@ def windowed_reference(
     return out, lse
 
 
+def rows_as_requests(q_indptr: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts as requests of one query token each: (int64 [query tokens], the request of each; int32 [query tokens], how
+    many tokens it sees).  Waits for the device."""
+    counts = q_indptr.diff().long()
+    rows = torch.repeat_interleave(counts)
+    token = torch.arange(len(rows), device=rows.device) - q_indptr.long()[rows]
+    return rows, (seq_lens.long()[rows] - counts[rows] + token + 1).clamp(min=0).int()
+
+
 @without_autocast
 def window_attention(
-    q: torch.Tensor, cache: WindowedKVCache, seq_lens: torch.Tensor, slot_ids: torch.Tensor, sm_scale: float
+    q: torch.Tensor,
+    cache: WindowedKVCache,
+    seq_lens: torch.Tensor,
+    slot_ids: torch.Tensor,
+    sm_scale: float,
+    soft_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 attention over the sink and recent tokens alone; no host synchronization.
 
@@ -62,6 +76,8 @@ def window_attention(
     )
     query = q.float().unflatten(1, (packed.num_kv_heads, -1))
     s = torch.einsum("bhgc,bhnc->bhgn", query, k) * sm_scale
+    if soft_cap:
+        s = soft_cap * torch.tanh(s / soft_cap)
     s = s.masked_fill(~live.transpose(2, 3), -math.inf)
     maximum = s.amax(-1, keepdim=True)
     p = torch.exp(s - maximum.masked_fill(maximum == -math.inf, 0.0))

@@ -46,9 +46,18 @@ _BOTH = {
     "window": {"window": "i32"},
     "sinks": {"sinks": "i64"},
     "out_scale": {"out_scale": "f32"},
+    "exact": {"slots": "i64", "packed_lens": "i64", "n_sink": "i32", "exact_out": "i64", "exact_lse": "i64"},
 }
 _DECODE_ONLY = {"soft_cap": {"soft_cap_log2": "f32"}}
 _COMBINE_ONLY = {"rows": {"rows": "i32"}}
+
+# The kernel over the tokens in 16 bits (common/window_kernel.py).
+_WINDOW_NAMES = (
+    "q", "q_stride", "q_head_stride", "lengths", "batch", "kv_heads", "group", "sm_scale_log2",
+)  # fmt: skip
+WINDOW: dict[str, str] = {name: DECODE[name] for name in _WINDOW_NAMES}
+WINDOW |= _BOTH["exact"] | {"capacity": "i32", "items_per_request": "i32"}
+WINDOW |= dict.fromkeys(("sink_k", "sink_v", "recent_k", "recent_v"), "i64")
 
 
 def _with_options(plain: dict[str, str], options: KernelOptions, *tables: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -68,3 +77,8 @@ def decode(options: KernelOptions = PLAIN) -> dict[str, str]:
 def combine(options: KernelOptions = PLAIN) -> dict[str, str]:
     """The combine kernel's."""
     return _with_options(COMBINE, options, _BOTH, _COMBINE_ONLY)
+
+
+def window(options: KernelOptions) -> dict[str, str]:
+    """The window kernel's."""
+    return _with_options(WINDOW, options, {"rows": _BOTH["rows"]}, _DECODE_ONLY)

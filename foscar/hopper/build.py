@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..common.artifact import Artifact
 from ..common.jit import compile_jit
 from ..common.plan import CombineConfig
+from ..common.window_config import WindowKernelConfig
 from .config import DecodeConfig
 
 # The kernels' parameters by kind, in order (see arguments.py).
@@ -29,3 +30,11 @@ def build_combine(config: CombineConfig, arch: str) -> Artifact:
 
     names = tuple(kinds := arguments.combine(config.options))
     return compile_jit(combine.host, _scalars(list(kinds.values())), names, config, arch=arch)
+
+
+def build_window(config: WindowKernelConfig, arch: str) -> Artifact:
+    from ..common import window_kernel
+    from . import arguments
+
+    names = tuple(kinds := arguments.window(config.options))
+    return compile_jit(window_kernel.host, _scalars(list(kinds.values())), names, config, arch=arch)

@@ -5,7 +5,8 @@ for the whole item would have to know the scales to come, and a bound from the l
 the scales of channels differ.  Per (unit, head), in float32:
 
 - ``factor``, which turns the integer product into a logit in base 2;
-- ``offset``, the fold's constant as a logit: ``sm_scale log2(e) sum_c Q[h,c] bias[c]``.
+- ``offset``, the fold's constant as a logit: ``sm_scale log2(e) sum_c Q[h,c] bias[c]``, and with it the middle code
+  times what the rounding of Q' left out, so that the rounding error is multiplied by codes around 0.
 
 The four warps share out units and heads so that one of four units or more prepares its own tokens' queries.
 """
@@ -42,7 +43,9 @@ def _power_of_two(top) -> tuple[Float32, Float32]:
 
 @cute.jit
 def _head(scale: list, values: Int32, room: Int32, sm_scale: Float32, cfg: cutlass.Constexpr) -> tuple:
-    """Store Q' of one head of one unit by one warp; returns (the lane's channels of Q / f, the factor).
+    """Store Q' of one head of one unit by one warp.
+
+    Returns (the lane's channels of Q / f, the factor, what the rounding left out of the lane's channels of Q' in all).
 
     Args:
         values: shared address of the lane's float32 channels; ``room``: of the lane's first word of the operand.
@@ -55,7 +58,10 @@ def _head(scale: list, values: Int32, room: Int32, sm_scale: Float32, cfg: cutla
     top = device.warp_max(top.bitcast(Uint32)).bitcast(Float32)  # not negative: ordered like its bits, NaN on top
     up, down = _power_of_two(top)
     # 128 more: byte 1 is then the rounded high term, byte 0 the low one with its sign bit flipped.
-    bits = [device.fma(v, up, Float32(query.MAGIC + 128.0)).bitcast(Uint32) for v in x]
+    magic = Float32(query.MAGIC + 128.0)
+    rounded = [device.fma(v, up, magic) for v in x]
+    bits = [v.bitcast(Uint32) for v in rounded]
+    left = device.tree(device.add, [device.fma(v, up, magic - r) for v, r in zip(x, rounded, strict=True)])
     for i in cutlass.range_constexpr(0, per_lane, step):
         four = (bits[i : i + step] * 2)[:4]
         first, second = device.byte_permute(four[0], four[1], 0x5410), device.byte_permute(four[2], four[3], 0x5410)
@@ -63,7 +69,7 @@ def _head(scale: list, values: Int32, room: Int32, sm_scale: Float32, cfg: cutla
         low = device.byte_permute(first, second, 0x6420) ^ Uint32(0x80808080)
         query.store_bytes(room + 4 * i, [high], per_lane)
         query.store_bytes(room + (4 * i + 64), [low], per_lane)
-    return q, device.fma(sm_scale, down, top - top)  # NaN where Q' has one
+    return q, device.fma(sm_scale, down, top - top), left * down  # NaN where Q' has one
 
 
 @cute.jit
@@ -91,8 +97,8 @@ def prepare(args, shared, slot: Int32, left: Int32, warp: Int32, lane: Int32, fi
             head = warp % sharing + sharing * j
             values = shared.values + 4 * (head * d + per_lane * lane)
             room = lane_room + unit * (cfg.columns * d) + head // 4 * (8 * d) + head % 4 * 128
-            q, factor = _head(scale, values, room, args.sm_scale_log2, cfg)
-            offset = Float32(0.0)
+            q, factor, left_out = _head(scale, values, room, args.sm_scale_log2, cfg)
+            offset = left_out * Float32(cfg.format.k.max_code / 2)
             for a, b in zip(q, bias, strict=True):
                 offset = fold.k_channel_offset(offset, a, b, fma=device.fma)
             factors.append(factor)

@@ -13,8 +13,9 @@ import torch
 from ..common import jit
 from ..common.cache import PagedKVCache
 from ..common.launch import current_stream, load_kernel
-from ..common.options import FLOAT32_MAX, AttentionOptions, Variant
+from ..common.options import FLOAT32_MAX, AttentionOptions, ExactTokens, Variant
 from ..common.plan import MAX_ROWS, WIDE_CAP, CombineConfig, KernelOptions, Workspace, combine_grid, inverse_of
+from ..common.window_config import WindowKernelConfig
 from . import arguments
 from .config import ARCH, DecodeConfig
 
@@ -48,6 +49,8 @@ def options_of(variant: Variant, group: int) -> KernelOptions:
         sinks=variant.sinks is not None,
         out_scale=options.out_scale != plain.out_scale,
         rows=variant.q_indptr is not None or group > MAX_ROWS,
+        exact=variant.exact is not None,
+        exact_f16=variant.exact is not None and variant.exact.sink_k.dtype == torch.float16,
     )
 
 
@@ -65,6 +68,24 @@ def option_values(
         "out_scale": options.out_scale,
         "rows": config.heads,
         "chunks": -(-rows // config.heads) if config.options.rows else 1,
+    }
+
+
+def exact_values(exact: ExactTokens | None) -> dict[str, torch.Tensor | int]:
+    """The values of arguments.py's parameters of KernelOptions.exact."""
+    if exact is None:
+        return {}
+    return {
+        "slots": exact.slots,
+        "packed_lens": exact.packed_lens,
+        "n_sink": exact.sink_k.shape[2],
+        "capacity": exact.recent_k.shape[2],
+        "sink_k": exact.sink_k,
+        "sink_v": exact.sink_v,
+        "recent_k": exact.recent_k,
+        "recent_v": exact.recent_v,
+        "exact_out": exact.out,
+        "exact_lse": exact.lse,
     }
 
 
@@ -89,8 +110,8 @@ def launch_values(
     sm_scale: float,
     lse_base: int | str,
     variant: Variant = PLAIN_CALL,
-) -> tuple[dict[str, torch.Tensor | int | float], tuple[int, Grid]]:
-    """Both kernels' parameters by name (a tensor stands for its address), and their grids, with ``ctas`` SMs."""
+) -> tuple[dict[str, torch.Tensor | int | float], tuple[int | Grid, ...]]:
+    """The kernels' parameters by name (a tensor stands for its address), and their grids, with ``ctas`` SMs."""
     batch, heads = tables.lengths.shape[0], q.shape[1]
     kv_heads, group = cache.num_kv_heads, heads // cache.num_kv_heads
     workers = ctas * config.warpgroups
@@ -129,16 +150,30 @@ def launch_values(
         "by_item": combine.by_item,
         "column_bits": combine.column_bits,
         "lane_bits": combine.lane_bits,
+        "items_per_request": items,
         **more,
+        **exact_values(variant.exact),
     }
-    return values, (ctas, combine.grid)
+    grids = (ctas, combine.grid)
+    return values, (batch * items, *grids) if config.options.exact else grids
 
 
-def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConfig, str, dict[str, str]], ...]:
-    """(name, config, builder, parameters) of the decode kernel and its combine, for jit.load_or_compile."""
+KernelConfig = DecodeConfig | CombineConfig | WindowKernelConfig
+
+
+def kernels(config: DecodeConfig) -> tuple[tuple[str, KernelConfig, str, dict[str, str]], ...]:
+    """(name, config, builder, parameters) of the kernels in the order of their launches, for jit.load_or_compile: the
+    decode kernel and its combine, before them with KernelOptions.exact the one over the tokens in 16 bits."""
+    first = ()
+    if config.options.exact:
+        options = dataclasses.replace(config.options, sinks=False, out_scale=False)
+        window = WindowKernelConfig(config.head_dim, config.heads, config.q_dtype, options)
+        first = (("window_attention", window, f"{BUILD}:build_window", arguments.window(options)),)
+        config = dataclasses.replace(config, options=dataclasses.replace(config.options, exact_f16=False))
     options = dataclasses.replace(config.options, soft_cap=False, wide_cap=False)
     combine = CombineConfig(config.head_dim, config.q_dtype, options)
     return (
+        *first,
         ("hopper_decode", config, f"{BUILD}:build_decode", arguments.decode(config.options)),
         ("hopper_combine", combine, f"{BUILD}:build_combine", arguments.combine(options)),
     )
@@ -180,7 +215,7 @@ class Bound:
 
 
 class HopperDecode:
-    """Both kernels of a config on one device, ready to launch; thread-safe."""
+    """The kernels of a config on one device, ready to launch; thread-safe."""
 
     kernels = staticmethod(kernels)
 

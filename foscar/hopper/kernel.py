@@ -74,7 +74,7 @@ class Args:
     kv_heads_inverse: Int32  # plan.inverse_of
     group: Int32  # query heads per KV head
     workers_inverse: Int32  # of all in the grid
-    sm_scale_log2: Float32  # sm_scale * log2(e); with a soft-cap times 2 / soft_cap (softmax.cap_logit)
+    sm_scale_log2: Float32  # sm_scale * log2(e); with a soft-cap times 2 / soft_cap (soft_cap.py)
     lse_unit: Float32  # 1: LSE in base 2; ln 2: natural
     # Of kernels that have the option; q's and the results' first dimension is query tokens where there is q_indptr.
     q_indptr: Int64 | None = None  # int32 [batch + 1], or 0: one query token per request
@@ -82,6 +82,11 @@ class Args:
     soft_cap_log2: Float32 | None = None  # soft_cap * log2(e)
     sinks: Int64 | None = None  # float32 [kv_heads * group], natural logits
     out_scale: Float32 | None = None
+    slots: Int64 | None = None  # int32 [batch], of the requests' windows; -1: a request without tokens
+    packed_lens: Int64 | None = None  # int32 [slots]: tokens of the history; lengths count those in 16 bits too
+    n_sink: Int32 | None = None
+    exact_out: Int64 | None = None  # float32 [q rows, kv_heads * group, head_dim]: window_kernel.py's results
+    exact_lse: Int64 | None = None  # float32 [q rows, kv_heads * group], base 2
     rows: Int32 | None = None  # of an item: the config's heads
 
 
@@ -111,7 +116,7 @@ class Item:
     factor: list
     q_sum: list
     span: Int32 | None  # tokens from the earliest that a row sees to the end
-    q_len: Int32 | None
+    q_len: Int32 | None  # query tokens that are no further than the tokens here
     limit: list  # per row: its position less the request's length
     window: Int32 | None
     soft_cap: Float32 | None  # in base 2
@@ -187,11 +192,14 @@ def _item(args, shared, request: Int32, head: Int32, cut: schedule.Cut, lane: In
         pair = device.load_shared(shared.factors + 8 * (lane % 4 + 4 * j), 2)
         factor.append(pair[0].bitcast(Float32))
         q_sum.append(pair[1].bitcast(Float32))
+    q_len = cut.q_len
     if cutlass.const_expr(cfg.options.rows):
+        if cutlass.const_expr(cfg.options.exact):
+            q_len = q_len - cut.recent
         item = rows.of_item(args, request, head, cfg.options)
         for j in cutlass.range_constexpr(cfg.heads_per_thread):
-            limit.append(item.place(lane % 4 + 4 * j).token - cut.q_len)
-    return Item(factor, q_sum, cut.span, cut.q_len, limit, args.window, args.soft_cap_log2)
+            limit.append(item.place(lane % 4 + 4 * j).token - q_len)
+    return Item(factor, q_sum, cut.span, q_len, limit, args.window, args.soft_cap_log2)
 
 
 @cute.jit
@@ -244,6 +252,8 @@ def math_warpgroup(args, shared, worker: Int32, thread: Int32, cfg: cutlass.Cons
             slot = Int32(0)
             phase = phase ^ 1
         here = work.at(request, head, tile, position, left)
+        if cutlass.const_expr(cfg.options.exact):
+            cute.arch.griddepcontrol_wait()  # for window_kernel.py's results
         store.finish(args, state, here, n == cut.tiles, shared, warp, lane, me.barrier, cfg)
         left = left - n
         position = position + n
@@ -265,7 +275,9 @@ def decode_kernel(values: list, cfg: cutlass.Constexpr):
         smem.init_barriers(ledger, cfg)
     cute.arch.sync_threads()
     # Launched with programmatic stream serialization: what came before on the stream is complete from here on.
-    cute.arch.griddepcontrol_wait()
+    # The window kernel waited for that itself before it let this one start.
+    if cutlass.const_expr(not cfg.options.exact):
+        cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     if warp < 4:
         cute.arch.setmaxregister_decrease(cfg.tile.load_registers)

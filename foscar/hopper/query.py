@@ -21,27 +21,13 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16, Uint32
+from cutlass import Float32, Int32, Uint16, Uint32
 
 from ..common import device, rows
 from . import folds, smem
 
 LARGEST = 32639  # 127 * 256 + 127
 MAGIC = 12582912.0  # 1.5 * 2^23: adding it leaves a float's rounded integer, two's complement, in the low bits
-
-
-@cute.jit
-def _read(args, item: rows.ItemRows, index: Int32, lane: Int32, cfg: cutlass.Constexpr) -> cute.Tensor:
-    """The lane's channels of row ``index`` of the item, as packed 16-bit pairs; zeros for a padded row."""
-    words = cfg.head_dim // 64
-    pairs = cute.make_rmem_tensor((words,), Uint32)
-    pairs.fill(0)
-    if index < item.count:
-        at = item.place(index)
-        address = args.q + 2 * (Int64(at.row) * args.q_stride + Int64(at.head) * args.q_head_stride)
-        source = device.global_pointer(Uint32, address + Int64(4 * words * lane), 4 * words)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(words)), pairs)
-    return pairs
 
 
 def power_of_two(top) -> tuple[Float32, Float32]:
@@ -125,7 +111,7 @@ def _values(pairs: cute.Tensor, index: Int32, lane: Int32, shared, cfg: cutlass.
 def load_query(args, request: Int32, head: Int32, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
     """By one math warpgroup: warp ``w`` (0..3) takes heads w, w + 4, ...; ends before the warpgroup's barrier."""
     item = rows.of_item(args, request, head, cfg.options)
-    pairs = [_read(args, item, warp + 4 * j, lane, cfg) for j in range(cfg.heads_per_thread)]
+    pairs = [rows.read_query(args, item, warp + 4 * j, lane, cfg) for j in range(cfg.heads_per_thread)]
     for j in cutlass.range_constexpr(cfg.heads_per_thread):
         if cutlass.const_expr(folds.k_side(cfg).channel):
             _values(pairs[j], warp + 4 * j, lane, shared, cfg)

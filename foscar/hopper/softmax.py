@@ -4,7 +4,7 @@ Domains, in order (fold.py's rows 1 and 3, one pair per token):
 
 1. ``s``: the exact integer product, the two terms of Q joined, as float32;
 2. ``z = k_scale s + k_bias q_sum``: the folded score, in the units of ``s``;
-3. ``x = factor z``: the logit in base 2; never formed alone, but for a soft-cap (:func:`cap_logit`);
+3. ``x = factor z``: the logit in base 2; never formed alone, but for a soft-cap (soft_cap.py);
 4. ``w = x + log2(v_scale)``: its maximum M over the tile's 128 tokens is exact, so ``p' = 2^(w - M) <= 1``;
 5. ``p'`` rounded to 16 bits, in two u8 terms, is the operand of P V: V's scale is in it already;
 6. ``p' / v_scale`` is the softmax numerator in units of 2^M; it and its product with V's bias are summed in float32.
@@ -21,7 +21,6 @@ itself is the operand, and its sums over units of tokens go to pv_channel.py.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import cutlass
@@ -30,6 +29,7 @@ from cutlass import Float32, Int32, Uint32
 
 from ..common import device, fold
 from ..common.rows import LOWEST
+from ..common.soft_cap import cap_logit
 from . import folds, qk, smem
 from .config import DecodeConfig
 from .pv import PROB_TOP
@@ -37,9 +37,6 @@ from .pv import PROB_TOP
 MAGIC = 8388608.0  # 2^23: adding it leaves a float's integer part in the low mantissa bits
 # Stands in for a V scale of 0, so that its logarithm and reciprocal, and bias / scale, are finite.
 SMALLEST_SCALE = {"float16": 2.0**-64, "bfloat16": 2.0**-100}
-# Under a wide soft-cap tanh(u) is the start of its series where |2 u log2(e)| is below this: the next term is 6e-8 of
-# it there, and 1 - 2 / (1 + e^2u), off by 2^-22, is 2e-6 of it.
-SERIES_BELOW = 0.288
 TOKENS = 4  # of one thread in a tile
 
 
@@ -152,22 +149,6 @@ def tile_maxima(w: list, shared, warp: Int32, lane: Int32, barrier: Int32, cfg: 
         four = device.load_shared(shared.maxima + 16 * (lane % 4 + 4 * j), 4)
         result.append(device.tree(cute.arch.fmax, [four[i].bitcast(Float32) for i in range(4)]))
     return result
-
-
-def cap_logit(y, cap, v_log, wide: bool) -> Float32:
-    """``cap tanh(u) + v_log`` from ``y = 2 u log2(e)``; ``u`` is the logit over the soft-cap, ``cap`` in base 2.
-
-    tanh.approx is off by up to 2^-11 of a logit, eight times what an LSE may be off by.
-    """
-    result = device.fma(Float32(-2.0), device.reciprocal(device.exp2(y) + Float32(1.0)), Float32(1.0))
-    if wide:
-        half = 0.5 * math.log(2.0)  # u / y
-        square = y * y
-        series = device.fma(square, Float32(half**5 * 2 / 15), Float32(-(half**3) / 3))
-        series = device.fma(series, square, Float32(half)) * y
-        near = device.absolute(y) < Float32(SERIES_BELOW)
-        result = Float32(cutlass.select_(near, series, result))
-    return device.fma(result, cap, v_log)
 
 
 def mask_scores(w: list, limit: list, window) -> list:

@@ -52,10 +52,11 @@ def write_head(args, work: Work, item: rows.ItemRows, whole, index: Int32, out: 
     """Row ``index`` of an item, this thread's channels: a ``whole`` item's to the outputs, else to the workspace."""
     at = item.place(index)
     if whole:
+        joined, log_sum = rows.join_windows(args, cfg, at, out, 8 * warp + lane // 4, 32, lse)
         address = Int64(at.row) * args.out_stride + Int64(at.head) * args.out_head_stride
         dtype = BFloat16 if cutlass.const_expr(cfg.q_dtype == "bfloat16") else Float16
-        factor, log_sum = rows.end_row(args, cfg.options, at.head, lse)
-        _write(args.out + 2 * address, dtype, rows.scaled(out, factor), warp, lane)
+        factor, log_sum = rows.end_row(args, cfg.options, at.head, log_sum)
+        _write(args.out + 2 * address, dtype, rows.scaled(joined, factor), warp, lane)
         if (args.lse != Int64(0)) & (warp == 0) & (lane < 4):
             place = 4 * (Int64(at.row) * Int64(args.kv_heads * args.group) + Int64(at.head))
             target = device.global_pointer(Float32, args.lse + place, 4)

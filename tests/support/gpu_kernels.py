@@ -107,6 +107,21 @@ OPTIONS = (
     _config(4, 4, 256, 32, 4, BF16, options="window"),
 )
 
+# What test_windows_kernel.py and test_windows_gpu.py run.
+EXACT_F16 = "exact,exact_f16"
+WINDOWED = (
+    _config(2, 2, 64, 16, 4, BF16, options="exact"),
+    _config(2, 2, 64, 16, 4, BF16, options=EXACT_F16),
+    _config(4, 4, 64, 16, 4, FP16, options="exact"),
+    _config(4, 2, 64, 16, 8, FP16, options=EXACT_F16),
+    _config(2, 2, 128, 64, 4, BF16, options="exact"),
+    _config(4, 4, 256, 16, 12, BF16, options="exact"),
+    _config(2, 2, 64, 16, 4, BF16, options="soft_cap,sinks,out_scale,exact"),
+    _config(2, 2, 64, 16, 16, BF16, options="rows,exact"),
+    _config(4, 4, 64, 16, 16, FP16, options="soft_cap,sinks,out_scale,rows," + EXACT_F16),
+    DecodeConfig(KVFormat.parse("k2c32v2t32"), 64, 16, 4, FP16, options=KernelOptions.parse(EXACT_F16)),
+)
+
 
 def _append(k_bits, v_bits, head_dim, page_size, dtype, k_group=None, v_group=None, params=FP16, vector=True):
     fmt = KVFormat.make(k_bits, v_bits, k_group=k_group, v_group=v_group, params=params)
@@ -161,7 +176,7 @@ def config_of(
     heads = rows_of_item(group, 1 if variant.q_indptr is None else variant.max_q_len)
     shape = (cache.format, cache.head_dim, cache.page_size, heads, dtype)
     config = DecodeConfig(*shape, tile or TileConfig(), options_of(variant, group))
-    if config not in (*KERNELS, *OPTIONS):
+    if config not in (*KERNELS, *OPTIONS, *WINDOWED):
         raise LookupError(f"{name_of(config)} is not in tests/support/gpu_kernels.py")
     return config
 
@@ -183,7 +198,7 @@ def jobs() -> list[tuple[str, object, str]]:
     """(name, config, builder) of every kernel: decode, combine, append, the stages' probes, the tests' tiny one."""
     from support import probes, tiny_kernel
 
-    found = dict.fromkeys(job[:3] for c in (*KERNELS, *OPTIONS) for job in kernels(c))
+    found = dict.fromkeys(job[:3] for c in (*KERNELS, *OPTIONS, *WINDOWED) for job in kernels(c))
     found |= dict.fromkeys((append_config.NAME, c, append_config.BUILDER) for c in appends())
     found |= dict.fromkeys((f"probe_{p.stage}", p, probes.BUILDER) for p in probes.PROBES)
     return [*found, (tiny_kernel.NAME, tiny_kernel.TinyConfig(), tiny_kernel.BUILDER)]

@@ -135,7 +135,7 @@ class EmulatedDecode(HopperDecode):
 
     def __init__(self, config, ctas: int, options: dict, mutate: Callable[[str], str] | None, arch: str = ARCH):
         self.options = options
-        decode_name = self.kernels(config)[0][0]
+        decode_name = next(job[0] for job in self.kernels(config) if job[0].endswith("_decode"))
         gpu = SimpleNamespace(multi_processor_count=ctas)
 
         def load_kernel(artifact, index):
@@ -151,14 +151,18 @@ class EmulatedDecode(HopperDecode):
 
     def bind(self, q, cache, tables, out, lse, buffers, *rest) -> Callable[..., None]:
         bound = super().bind(q, cache, tables, out, lse, buffers, *rest)
-        more = (y for x in rest if isinstance(x, Variant) for y in (x.sinks, x.q_indptr))
+        variants = [x for x in rest if isinstance(x, Variant)]
+        more = [y for x in variants for y in (x.sinks, x.q_indptr)]
+        exact = [x.exact for x in variants if x.exact]
+        more += [y for x in exact for y in vars(x).values()]
         given = (q, cache.data, out, lse, *vars(tables).values(), *vars(buffers).values(), *more)
-        return functools.partial(self._launch, bound, buffers, given)
+        room = [*vars(buffers).values(), *(y for x in exact for y in (x.out, x.lse))]
+        return functools.partial(self._launch, bound, room, given)
 
-    def _launch(self, bound, buffers, given, *addresses) -> None:
+    def _launch(self, bound, room, given, *addresses) -> None:
         from ptx_emulator import Memory
 
-        for x in vars(buffers).values():
+        for x in room:
             x.fill_(math.nan if x.is_floating_point() else -1)
         self.tensors = {x.data_ptr(): x for x in given if x is not None and x.numel()}
         self.memory = Memory()
