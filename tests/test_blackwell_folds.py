@@ -12,7 +12,8 @@ from support.inputs import random_values
 
 from foscar.blackwell.config import ConfigError, DecodeConfig
 from foscar.common import jit
-from foscar.common.formats import FormatError, KVFormat
+from foscar.common.errors import FormatError
+from foscar.common.formats import KVFormat
 
 NO_DSL = pytest.mark.skipif(jit.dsl_version() is None, reason="compiling the kernels needs nvidia-cutlass-dsl")
 V_TILE, V_PARTS = V_CHANNEL[:2]

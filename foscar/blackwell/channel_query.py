@@ -16,7 +16,6 @@ from cutlass import Float32, Int32, Uint32
 
 from ..common import device, fold, rows, schedule
 from ..hopper import folds
-from ..hopper import query as hopper_query
 from . import pipeline, query, smem
 from .config import STEP_TILES, STEP_TOKENS, TILE_TOKENS, DecodeConfig
 from .walk import next_item, steps_of, tokens_of
@@ -93,7 +92,7 @@ def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -
         tokens = tokens_of(length, tile, n)
         item_rows = rows.of_item(args, request, head, cfg.options)
         count = cfg.heads // query.WARPS
-        q = [hopper_query._read(args, item_rows, warp + query.WARPS * j, lane, cfg) for j in range(count)]
+        q = [rows.read_query(args, item_rows, warp + query.WARPS * j, lane, cfg) for j in range(count)]
         for _ in cutlass.range(steps_of(n), unroll=1):
             _step(q, args, shared, slot, phase, step, n, tokens, warp, lane, cfg)
             tokens = tokens - STEP_TOKENS

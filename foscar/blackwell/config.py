@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from ..common.config import ConfigError, check_problem, check_tile_fields
-from ..common.formats import FormatError, KVFormat, RecordLayout
+from ..common.errors import FormatError
+from ..common.formats import KVFormat, RecordLayout
 from ..common.plan import PLAIN, KernelOptions
 from ..hopper import folds
 

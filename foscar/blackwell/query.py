@@ -21,7 +21,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, Uint32
 
 from ..common import device, rows, schedule
-from ..hopper import query as hopper_query
 from . import digits, lowfloat, pipeline, smem, tcgen05
 from .config import ROLES, DecodeConfig
 from .tcgen05 import operand_byte
@@ -123,7 +122,7 @@ def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -
     while left > 0:
         n = cutlass.min(left, schedule.tiles_of(lengths[request]) - tile)
         item_rows = rows.of_item(args, request, head, cfg.options)
-        pairs = [hopper_query._read(args, item_rows, warp + WARPS * j, lane, cfg) for j in range(cfg.heads // WARPS)]
+        pairs = [rows.read_query(args, item_rows, warp + WARPS * j, lane, cfg) for j in range(cfg.heads // WARPS)]
         pipeline.wait_empty(barriers, "q_empty", role, (buffer, phase))
         room = shared.query + smem.query_operand(cfg, buffer)
         numbers = smem.reduction(cfg, shared, buffer)
