@@ -66,14 +66,14 @@ class Inputs:
     slots: torch.Tensor
     q: torch.Tensor
     sinks: torch.Tensor | None
+    q_indptr: torch.Tensor | None
 
     def decode(self, **more):
         x = self.case
-        indptr = None if x.q_lens is None else indptr_of(list(x.q_lens), self.q.device)
         out = torch.full_like(self.q, torch.nan)
         return foscar.decode_windowed(
             self.q, self.cache, self.table, self.lengths, self.slots, out=out, return_lse=True, options=x.options,
-            sinks=self.sinks, q_indptr=indptr, sm_scale=x.sm_scale, max_q_len=DEFAULT_Q_LEN, **more,
+            sinks=self.sinks, q_indptr=self.q_indptr, sm_scale=x.sm_scale, max_q_len=DEFAULT_Q_LEN, **more,
         )  # fmt: skip
 
 
@@ -102,7 +102,9 @@ def make_inputs(x: WindowCase, device="cpu", seed: int = 0) -> Inputs:
     heads = x.kv_heads * x.group
     q = random_values((x.bounds[-1], heads, x.head_dim), seed + 77, x.dtype, mean=0.5)
     sinks = torch.randn(heads, generator=torch.Generator().manual_seed(seed)) + 3 if x.sinks else None
-    return Inputs(x, cache, table, lengths, slots, q.to(device), None if sinks is None else sinks.to(device))
+    sinks = None if sinks is None else sinks.to(device)
+    q_indptr = None if x.q_lens is None else indptr_of(list(x.q_lens), device)
+    return Inputs(x, cache, table, lengths, slots, q.to(device), sinks, q_indptr)
 
 
 def dense_row(q, k, v, x: WindowCase, sinks, dtype=None):
@@ -157,7 +159,7 @@ def assert_contract(out, lse, given: Inputs, lse_base: int | str = 2) -> None:
 
 def config(x: WindowCase, given: Inputs):
     """The case's kernel, which must be in the table of gpu_kernels.py."""
-    variant = Variant(x.options, given.sinks, None if x.q_lens is None else indptr_of(list(x.q_lens)))
+    variant = Variant(x.options, given.sinks, given.q_indptr)
     exact = dataclasses.replace(variant, exact=foscar.windowed._exact_tokens(given.q, given.cache, given.slots))
     packed = given.cache.packed
     padded = PagedKVCache(1, packed.page_size, packed.num_kv_heads, packed.padded_head_dim, packed.format)
