@@ -186,15 +186,16 @@ class CombineGrid:
 def combine_grid(batch: int, items: int, workers: int, rows: int, head_dim: int, sms: int) -> CombineGrid:
     """For ``batch`` requests of up to ``items`` items of ``rows`` query heads or rows, shared out over ``workers``.
 
-    Few items are split into many parts each: a CTA per SM, of narrow columns.  Of many items most are whole or in two
-    parts, so a CTA takes all of an entry, and looking per worker instead of per item bounds the CTAs that only look.
+    Few items are split into many parts each: a CTA per SM, of narrow columns, or up to two of whole heads, since one of
+    the items may have most of the parts.  Of many items most are whole or in two parts, so a CTA takes all of an entry,
+    and looking per worker instead of per item bounds the CTAs that only look.
     """
     by_item = batch * items < workers
     entries = batch * items if by_item else workers
     most = (head_dim // 4).bit_length() - 1
     columns, lane_bits = rows << max(0, most - 5), min(most, 5)
     column_bits = (columns - 1).bit_length()
-    while column_bits > 0 and entries * -(-columns // (1 << column_bits - 1)) <= COMBINE_CTAS * sms:
+    while column_bits > 0 and entries * -(-columns // (1 << column_bits - 1)) <= 2 * COMBINE_CTAS * sms:
         column_bits -= 1
     while column_bits == 0 and lane_bits > 2 and entries * columns * 2 <= COMBINE_CTAS * sms:
         columns, lane_bits = 2 * columns, lane_bits - 1
