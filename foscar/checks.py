@@ -15,6 +15,7 @@ from .common.cache import PagedKVCache
 from .common.formats import check_whole
 from .common.mask import spans
 from .common.options import DEFAULT_Q_LEN, FLOAT32_MAX, FLOAT32_MIN, AttentionOptions, Variant, check_real
+from .common.tensor_checks import check_tensors
 from .hopper.config import TileConfig
 from .hopper.decode import Tables
 
@@ -32,13 +33,6 @@ def check_types(cache: PagedKVCache, **tensors: torch.Tensor) -> None:
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"cache must be a foscar.PagedKVCache, not {type(cache).__name__}")
     check_tensors(**tensors)
-
-
-def check_tensors(**tensors: torch.Tensor) -> None:
-    for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
-        require(x.layout is torch.strided and not x.is_nested, f"{name} must be dense and strided, not {x.layout}")
 
 
 def check_query(q: torch.Tensor, cache: PagedKVCache, batch: int | None) -> None:

@@ -15,7 +15,6 @@ from .checks import (
     check_query,
     check_rows,
     check_scale,
-    check_tensors,
     check_variant,
     require,
     with_sinks,
@@ -23,6 +22,7 @@ from .checks import (
 from .common.merge import merge_states
 from .common.options import AttentionOptions, ExactTokens, Variant
 from .common.reference import decode_folded
+from .common.tensor_checks import check_tensors
 from .common.window_attention import rows_as_requests, window_attention
 from .common.window_move import check_lengths, check_slots
 from .common.windows import WindowedKVCache

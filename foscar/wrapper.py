@@ -14,7 +14,6 @@ from .checks import (
     check_lse_base,
     check_query,
     check_scale,
-    check_tensors,
     check_tile,
     check_types,
     check_variant,
@@ -24,6 +23,7 @@ from .checks import (
 from .common.cache import PagedKVCache, check_device
 from .common.formats import KVFormat, check_format, check_whole
 from .common.options import AttentionOptions
+from .common.tensor_checks import check_tensors
 from .hopper.config import TileConfig
 from .hopper.decode import Buffers, HopperDecode, Tables
 from .replay import Replay

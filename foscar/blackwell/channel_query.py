@@ -97,10 +97,7 @@ def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -
             _step(q, args, shared, slot, phase, step, n, tokens, warp, lane, cfg)
             tokens = tokens - STEP_TOKENS
             step = pipeline.after(step)
-            slot = slot + 1
-            if slot == cfg.stages:
-                slot = Int32(0)
-                phase = phase ^ 1
+            slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
         left = left - n
         tile = Int32(0)
         request, head = next_item(args, request, head)

@@ -79,15 +79,6 @@ def _unit_sums(address, cfg: DecodeConfig) -> list:
 
 
 @cute.jit
-def _next_slot(slot: Int32, phase: Int32, cfg: cutlass.Constexpr):
-    slot = slot + 1
-    if slot == cfg.stages:
-        slot = Int32(0)
-        phase = phase ^ 1
-    return slot, phase
-
-
-@cute.jit
 def correct_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
     """Every tile of the CTA's range: warp ``w`` of 4."""
     role, barriers, ledger, nh = "correct", shared.barriers, TensorLedger(cfg), cfg.heads_per_thread
@@ -100,11 +91,12 @@ def correct_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
     slot, phase, tokens, channel = Int32(0), Int32(0), Int32(0), folds.v_side(cfg).channel
     v_pairs = shared.ring + 4 * (8 * warp + lane // 4)
     while left > 0:
-        tiles = schedule.tiles_of(lengths[request])
+        length = lengths[request]
+        tiles = schedule.tiles_of(length)
         n = cutlass.min(left, tiles - tile)
         m.fill(LOWEST)
         o.fill(0.0)
-        tokens = walk.tokens_of(lengths[request], tile, n)
+        tokens = walk.tokens_of(length, tile, n)
         for _ in cutlass.range(walk.steps_of(n), unroll=1):
             v_params = None
             if cutlass.const_expr(channel):
@@ -112,7 +104,7 @@ def correct_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
                 v_params = load_pairs(v_pairs + slot * cfg.stage_bytes, tokens, warp, cfg)
                 pipeline.arrive(barriers, "empty", role, slot, lane)
                 tokens = tokens - STEP_TOKENS
-                slot, phase = _next_slot(slot, phase, cfg)
+                slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
             pipeline.wait_full(barriers, "p_full", role, step)
             numbers = smem.reduction(cfg, shared, step[0])
             at = [[16 * (lane % 4 + 4 * j + cfg.heads * i) for j in range(nh)] for i in range(STEP_TILES)]

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ..common import schedule
-from ..hopper.load import _first_page, _page_ids
+from ..hopper.load import first_page, page_ids
 from . import pipeline, walk
 from .bulk import copy_page, expect_bytes
 from .config import STEP_TILES
@@ -16,12 +16,12 @@ ROLE = "load"
 
 
 @cute.jit
-def _load_step(args, shared, page_ids: Int32, first: Int32, pages: Int32, base: Int64, slot: Int32, phase: Int32,
+def _load_step(args, shared, ids: Int32, first: Int32, pages: Int32, base: Int64, slot: Int32, phase: Int32,
                cfg: cutlass.Constexpr) -> None:  # fmt: skip
     """Wait for the slot, then copy the pages whose ids lanes ``first`` .. ``first + pages - 1`` hold."""
     record = cfg.layout.record_bytes
     pipeline.wait(shared.barriers, "empty", ROLE, slot, phase)
-    found = [cute.arch.shuffle_sync(page_ids, first + i) for i in range(STEP_TILES * cfg.pages_per_tile)]
+    found = [cute.arch.shuffle_sync(ids, first + i) for i in range(STEP_TILES * cfg.pages_per_tile)]
     barrier = pipeline.source(shared.barriers, "full", ROLE, slot).toint()
     target = shared.ring + slot * cfg.stage_bytes
     with cute.arch.elect_one():
@@ -43,22 +43,19 @@ def load_warp(args, shared, lane: Int32, cfg: cutlass.Constexpr) -> None:
     while left > 0:
         length = lengths[request]
         n = cutlass.min(left, schedule.tiles_of(length) - tile)
-        row = _first_page(args, request)
+        row = first_page(args, request)
         first = tile * cfg.pages_per_tile
         end = first + (walk.tokens_of(length, tile, n) + (cfg.page_size - 1)) // cfg.page_size
         base = args.cache + Int64(head) * args.head_stride
         steps = walk.steps_of(n)
-        ahead = _page_ids(args, row, first + lane, end)
+        ahead = page_ids(args, row, first + lane, end)
         for done in cutlass.range(0, steps, chunk, unroll=1):
             ids = ahead
-            ahead = _page_ids(args, row, first + (done + chunk) * per_step + lane, end)
+            ahead = page_ids(args, row, first + (done + chunk) * per_step + lane, end)
             for q in cutlass.range(cutlass.min(steps - done, chunk), unroll=1):
                 here = cutlass.min(end - first - (done + q) * per_step, per_step)
                 _load_step(args, shared, ids, q * per_step, here, base, slot, phase, cfg)
-                slot = slot + 1
-                if slot == cfg.stages:
-                    slot = Int32(0)
-                    phase = phase ^ 1
+                slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
         left = left - n
         tile = Int32(0)
         request, head = walk.next_item(args, request, head)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 
 from ..common import device
 from .config import BUFFERS, ROLES, ConfigError
@@ -118,6 +120,16 @@ def after(use: tuple) -> tuple:
     """The use that follows (buffer, phase); the first is (0, 0)."""
     buffer, phase = use
     return buffer ^ 1, phase ^ buffer
+
+
+@cute.jit
+def next_slot(slot: Int32, phase: Int32, stages: cutlass.Constexpr):
+    """The ring slot that follows, and its phase."""
+    slot = slot + 1
+    if slot == stages:
+        slot = Int32(0)
+        phase = phase ^ 1
+    return slot, phase
 
 
 def check(b: Barriers) -> None:

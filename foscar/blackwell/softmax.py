@@ -234,10 +234,7 @@ def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
             _step((m, l, b), query, shared, places, tensor, (slot, phase), step, tokens, warp, lane, cfg)
             tokens = tokens - STEP_TOKENS
             step = pipeline.after(step)
-            slot = slot + 1
-            if slot == cfg.stages:
-                slot = Int32(0)
-                phase = phase ^ 1
+            slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
         if cutlass.const_expr(not folds.k_side(cfg).channel):
             pipeline.arrive(barriers, "q_empty", role, item[0], lane)
         pipeline.wait_empty(barriers, "sums_empty", role, item)

@@ -138,10 +138,7 @@ def unpack_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cutl
         for _ in cutlass.range(walk.steps_of(n), unroll=1):
             _step(shared, k_words, v_words, tensor, slot, phase, buffer, empty, warp, lane, cfg)
             buffer, empty = pipeline.after((buffer, empty))
-            slot = slot + 1
-            if slot == cfg.stages:
-                slot = Int32(0)
-                phase = phase ^ 1
+            slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
         left = left - n
         tile = Int32(0)
         request, head = walk.next_item(args, request, head)

@@ -94,15 +94,15 @@ def _read(data: torch.Tensor, page: torch.Tensor, offsets: torch.Tensor) -> torc
 
 
 @without_autocast
-def store(cache, k: torch.Tensor, v: torch.Tensor, new: NewTokens, check: bool) -> None:
-    """Plan both sides, then write."""
+def store(cache, k: torch.Tensor, v: torch.Tensor, new: NewTokens, check: bool, records: torch.Tensor) -> None:
+    """Plan both sides, then write to ``records``: ``cache.data``, or what that is the beginning of."""
     tables, layout = record_tables(cache.layout, cache.device), cache.layout
     writes = []
     for name, x, table, group in (("k", k, tables.k, layout.k_group), ("v", v, tables.v, layout.v_group)):
         plan = plan_tokens if table.format.axis == "token" else plan_channels
         writes += plan(cache, new, name, x, table, group, check)
     for write in writes:
-        write.store(cache.data)
+        write.store(records)
 
 
 def plan_tokens(cache, new: NewTokens, name, x, table: TensorTable, group: int, check: bool) -> list[Write]:

@@ -6,6 +6,8 @@ import itertools
 
 import torch
 
+from foscar.common.tensor_checks import check_tensors
+
 
 def check_tables(device: torch.device, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
     """Types, shapes and device of the tensors that say where requests live.
@@ -46,11 +48,7 @@ def check_new_values(cache, k, v, block_table, seq_lens, indptr) -> None:
         ValueError: a type, shape or device that does not fit ``cache``; on the CPU also a bad ``indptr``.
     """
     tensors = {"k": k, "v": v, "block_table": block_table, "seq_lens": seq_lens}
-    for name, x in (tensors if indptr is None else tensors | {"indptr": indptr}).items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
-        if x.layout is not torch.strided or x.is_nested:
-            raise ValueError(f"{name} must be dense and strided, not {x.layout}")
+    check_tensors(**(tensors if indptr is None else tensors | {"indptr": indptr}))
     want = (cache.num_kv_heads, cache.head_dim)
     for name, x in (("k", k), ("v", v)):
         if not x.is_floating_point() or x.itemsize < 2 or x.ndim != 3 or tuple(x.shape[1:]) != want:

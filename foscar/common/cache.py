@@ -20,6 +20,7 @@ from foscar.common.errors import UnsupportedDeviceError
 from foscar.common.formats import KVFormat, RecordLayout, check_format, check_whole
 from foscar.common.pack import TensorTable, record_tables, unpack_tensor
 from foscar.common.quantize import Quantized, dequantize
+from foscar.common.tensor_checks import check_kinds
 
 ALIGNMENT = 16  # bytes: what a bulk copy needs of the base address and of every stride
 
@@ -147,7 +148,7 @@ class PagedKVCache:
         if self.device.type == "cuda" and not check:
             if append_launch.launch(self, k, v, block_table, seq_lens, indptr):
                 return
-        store(self, k, v, NewTokens.make(self, k, v, block_table, seq_lens, indptr), check)
+        store(self, k, v, NewTokens.make(self, k, v, block_table, seq_lens, indptr), check, self.data)
 
     def read_tokens(
         self, block_table_row: torch.Tensor, start: int, stop: int, sides: str = "kv"
@@ -169,8 +170,7 @@ class PagedKVCache:
                 outside the cache.
         """
         page = self.page_size
-        if not isinstance(block_table_row, torch.Tensor):
-            raise TypeError(f"block_table_row must be a torch.Tensor, not {type(block_table_row).__name__}")
+        check_kinds(block_table_row=block_table_row)
         if block_table_row.ndim != 1 or not set(sides) <= {"k", "v"}:
             raise ValueError(f"block_table_row must be [max_pages] and sides of 'k' and 'v', not "
                              f"{list(block_table_row.shape)} and {sides!r}")  # fmt: skip
@@ -233,8 +233,7 @@ def check_device(device: str | torch.device) -> torch.device:
 
 
 def _check_storage(data: torch.Tensor, shape: tuple[int, int, int]) -> None:
-    if not isinstance(data, torch.Tensor):
-        raise TypeError(f"data must be a torch.Tensor, not {type(data).__name__}")
+    check_kinds(data=data)
     if data.layout is not torch.strided:
         raise ValueError(f"data must be dense and strided, not {data.layout}")
     if data.dtype != torch.uint8 or tuple(data.shape) != shape:

@@ -195,15 +195,14 @@ def combine_grid(batch: int, items: int, workers: int, rows: int, head_dim: int,
     most = (head_dim // 4).bit_length() - 1
     columns, lane_bits = rows << max(0, most - 5), min(most, 5)
     column_bits = (columns - 1).bit_length()
-    while column_bits > 0 and entries * -(-columns // (1 << column_bits - 1)) <= 2 * COMBINE_CTAS * sms:
+    while column_bits > 0 and entries * -(-columns // (1 << column_bits - 1)) <= 2 * sms:
         column_bits -= 1
-    while column_bits == 0 and lane_bits > 2 and entries * columns * 2 <= COMBINE_CTAS * sms:
+    while column_bits == 0 and lane_bits > 2 and entries * columns * 2 <= sms:
         columns, lane_bits = 2 * columns, lane_bits - 1
     chunks = -(-columns // (1 << column_bits))
     return CombineGrid(int(by_item), column_bits, lane_bits, (*((items, batch) if by_item else (workers, 1)), chunks))
 
 
-COMBINE_CTAS = 1  # per SM, where there is a choice
 COMBINE_WARPS = 8
 
 

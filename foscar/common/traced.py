@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .options import AttentionOptions
+from .tensor_checks import check_kinds
 
 
 def decode_attention(q, cache, block_table, seq_lens, *, options, sinks, out, return_lse, lse_base, tile, **settings):
@@ -17,8 +18,8 @@ def decode_attention(q, cache, block_table, seq_lens, *, options, sinks, out, re
         TypeError: tensors or options of another kind.
         ValueError: a ``tile``, which a graph cannot hold; another ``lse_base``.
     """
-    _check_tensors(q=q, block_table=block_table, seq_lens=seq_lens)
-    _check_tensors(**{name: x for name, x in (("sinks", sinks), ("out", out)) if x is not None})
+    check_kinds(q=q, block_table=block_table, seq_lens=seq_lens)
+    check_kinds(**{name: x for name, x in (("sinks", sinks), ("out", out)) if x is not None})
     if options is not None and not isinstance(options, AttentionOptions):
         raise TypeError(f"options must be foscar.AttentionOptions or None, not {type(options).__name__}")
     if tile is not None:
@@ -43,12 +44,6 @@ def append(cache, k, v, block_table, seq_lens, indptr, check) -> None:
     Raises:
         TypeError: k or v that is no tensor.
     """
-    _check_tensors(k=k, v=v)
+    check_kinds(k=k, v=v)
     new, tables = (k.detach(), v.detach()), (block_table, seq_lens, indptr)
     torch.ops.foscar.append(cache.data, *new, *tables, *cache.operator_shape, check)
-
-
-def _check_tensors(**tensors: torch.Tensor) -> None:
-    for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")

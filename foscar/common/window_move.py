@@ -9,6 +9,7 @@ import torch
 from foscar.common.append import request_positions
 from foscar.common.formats import check_whole
 from foscar.common.quantize import param_dtype
+from foscar.common.tensor_checks import check_kinds
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,7 @@ class Move:
 
 def check_slots(slot_ids: torch.Tensor, seq_lens: torch.Tensor, max_batch: int) -> None:
     """Raise TypeError or ValueError where ``slot_ids`` are no window slots for ``seq_lens``' requests."""
-    if not isinstance(slot_ids, torch.Tensor):
-        raise TypeError(f"slot_ids must be a torch.Tensor, not {type(slot_ids).__name__}")
+    check_kinds(slot_ids=slot_ids)
     if slot_ids.dtype != torch.int32 or slot_ids.shape != seq_lens.shape or slot_ids.device != seq_lens.device:
         raise ValueError(f"slot_ids must be int32 {list(seq_lens.shape)} on {seq_lens.device}, "
                          f"not {slot_ids.dtype} {list(slot_ids.shape)} on {slot_ids.device}")  # fmt: skip

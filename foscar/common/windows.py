@@ -26,7 +26,6 @@ from foscar.common.append_checks import check_new_values, check_page_ids, check_
 from foscar.common.autocast import without_autocast
 from foscar.common.cache import PagedKVCache, check_device
 from foscar.common.formats import KVFormat, check_whole
-from foscar.common.pack import record_tables
 from foscar.common.quantize import param_dtype
 from foscar.common.window_move import Move, WindowConfig, check_finite, check_lengths, check_slots
 
@@ -217,14 +216,7 @@ class WindowedKVCache:
             page = torch.where(page < 0, packed.num_pages + 1, page)  # a negative index would count from the end
         page = torch.where(valid, page, packed.num_pages)
         tokens = _append.NewTokens(page, token % packed.page_size, block_table, move.new_end, None)
-        tables, layout = record_tables(packed.layout, self.device), packed.layout
-        writes = []
-        for name, x, table, group in zip(
-            "kv", values, (tables.k, tables.v), (layout.k_group, layout.v_group), strict=True
-        ):
-            writes += _append.plan_tokens(packed, tokens, name, x, table, group, check)
-        for write in writes:
-            write.store(self._records)
+        _append.store(packed, *values, tokens, check, self._records)
 
     def _pack_groups(self, move: Move, new, block_table: torch.Tensor, seq_lens: torch.Tensor, check: bool) -> None:
         """The tokens between the old and the new end, whole groups, through the packed cache's own append."""

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from foscar.checks import check_tensors, require
+from foscar.checks import require
 from foscar.common.errors import FormatError
 from foscar.common.formats import check_whole
+from foscar.common.tensor_checks import check_tensors
 from foscar.common.tensor_format import BITS
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -12,7 +12,7 @@ from .config import TILE_TOKENS
 
 
 @cute.jit
-def _page_ids(args, row: Int64, index: Int32, end: Int32) -> Int32:
+def page_ids(args, row: Int64, index: Int32, end: Int32) -> Int32:
     """Entry ``index`` of a request's page list, 0 past its end (entries there are never read)."""
     page = Int32(0)
     if index < end:
@@ -22,7 +22,7 @@ def _page_ids(args, row: Int64, index: Int32, end: Int32) -> Int32:
 
 
 @cute.jit
-def _first_page(args, request: Int32) -> Int64:
+def first_page(args, request: Int32) -> Int64:
     """Where a request's page list begins: a row of a dense table, or ``indptr`` of a compressed one."""
     row = Int64(request) * args.table_stride
     if args.indptr != Int64(0):
@@ -32,7 +32,7 @@ def _first_page(args, request: Int32) -> Int64:
 
 
 @cute.jit
-def _load_tile(args, shared, page_ids: Int32, first: Int32, skip: Int32, pages: Int32, base: Int64, slot: Int32,
+def _load_tile(args, shared, ids: Int32, first: Int32, skip: Int32, pages: Int32, base: Int64, slot: Int32,
                phase: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
     """Wait for the slot, then copy the pages whose ids lanes ``first + skip`` .. ``first + pages - 1`` hold."""
     record = cfg.layout.record_bytes
@@ -41,7 +41,7 @@ def _load_tile(args, shared, page_ids: Int32, first: Int32, skip: Int32, pages: 
         cute.arch.mbarrier_arrive_and_expect_tx(shared.full + slot, (pages - skip) * record)
     target = shared.ring + slot * cfg.stage_bytes
     for i in cutlass.range_constexpr(cfg.pages_per_tile):
-        page = cute.arch.shuffle_sync(page_ids, first + i)  # all shuffles first: 8 % slower at page size 16
+        page = cute.arch.shuffle_sync(ids, first + i)  # all shuffles first: 8 % slower at page size 16
         here = i < pages
         if cutlass.const_expr(cfg.options.window):
             here = (i >= skip) & here
@@ -65,13 +65,13 @@ def load_warp(args, shared, local: Int32, lane: Int32, cfg: cutlass.Constexpr) -
         cut = schedule.cut_of(args, request, cfg.options)
         n = cutlass.min(left, cut.tiles - tile)
         tile = tile + cut.first
-        row = _first_page(args, request)
+        row = first_page(args, request)
         pages = (cut.length + (cfg.page_size - 1)) // cfg.page_size
         base = args.cache + Int64(cut.kv_head(head)) * args.head_stride
-        ahead = _page_ids(args, row, tile * per_tile + lane, pages)
+        ahead = page_ids(args, row, tile * per_tile + lane, pages)
         for done in cutlass.range(0, n, chunk, unroll=1):
             ids = ahead
-            ahead = _page_ids(args, row, (tile + done + chunk) * per_tile + lane, pages)
+            ahead = page_ids(args, row, (tile + done + chunk) * per_tile + lane, pages)
             for q in cutlass.range(cutlass.min(n - done, chunk), unroll=1):
                 here = cutlass.max(cutlass.min(pages - (tile + done + q) * per_tile, per_tile), 0)
                 skip = Int32(0)
