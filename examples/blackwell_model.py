@@ -2,8 +2,10 @@
 
     python examples/blackwell_model.py           the table (markdown), from the SASS counts and the ledgers
 
-A model, not a measurement: resources overlap perfectly, latencies are hidden, waits cost one try.  The fraction of the
-memory's speed is the HBM column over the largest one.
+A model, not a measurement: resources overlap perfectly, latencies are hidden, waits cost one try.  ``of 8 TB/s`` is the
+HBM column over the largest one; ``over BF16`` what the largest column comes to over a BF16 cache read at the memory's
+full speed; ``published`` the measured speed-up over FlashInfer's BF16, and the cycles of a tile that is, were that BF16
+read at full speed.  docs/performance.md has the table; tests/test_blackwell_sass.py compares them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 from count_blackwell import TILES, counts_of, loops_of
 from count_instructions import configs, find_nvdisasm, run
-from model_table import ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES, Resources, print_table, shared_access
+from model_table import ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES, Resources, shared_access, table
 
 from foscar.blackwell.config import ROLES, TILE_TOKENS, DecodeConfig
 
@@ -21,7 +23,7 @@ SMS, CLOCK, HBM = 148, 1.965e9, 8.0e12
 SHARED = 128  # bytes a clock of one SM
 TENSOR_MEMORY = 4 * 128  # bytes a clock of one SM: every quarter of 32 lanes gives or takes 4 bytes a lane (assumed)
 MMA_BYTES = 256  # of A a clock: what a tcgen05.mma of small N is assumed to be bound by, whatever its type
-# Bytes of BF16 per token against ours, and the published speed-ups over FlashInfer's BF16 on a B200.
+# The published speed-ups over FlashInfer's BF16 on a B200, geometric means.
 PUBLISHED = {"int2": 2.67, "int4": 2.30}
 
 
@@ -86,16 +88,22 @@ def tile(config: DecodeConfig) -> Tile:
     )
 
 
+def row(name: str, config: DecodeConfig) -> tuple[str, Tile, tuple[str, ...]]:
+    t = tile(config)
+    bf16 = t.hbm * 4 * config.head_dim / config.layout.bytes_per_token
+    published = PUBLISHED[name.split()[0]]
+    return name, t, (f"{t.fraction:.0%}", f"{bf16 / t.cycles:.2f}", f"{published:.2f}, {bf16 / published:.0f} cycles")
+
+
+def model() -> str:
+    """The table."""
+    rows = (row(name, config) for name, config in configs(DecodeConfig).items())
+    return table("cycles of 128 tokens", Tile, ("of 8 TB/s", "over BF16", "published"), rows)
+
+
 def main() -> None:
     find_nvdisasm()  # before anything is compiled
-
-    def row(name: str, config: DecodeConfig) -> tuple[str, Tile, tuple[str, str]]:
-        t = tile(config)
-        bf16 = 4 * config.head_dim / config.layout.bytes_per_token
-        return name, t, (f"{t.fraction:.0%}", f"{PUBLISHED[name.split()[0]] / bf16:.0%} of BF16's")
-
-    rows = (row(name, config) for name, config in configs(DecodeConfig).items())
-    print_table("kernel", Tile, ("of 8 TB/s", "published implies"), rows)
+    print(model())
 
 
 if __name__ == "__main__":

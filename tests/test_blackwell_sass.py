@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -121,3 +122,18 @@ def test_no_conversion_back_from_e4m3(counted):
     for name, loops in counted.items():
         back = [text for text in loops["softmax"].instructions if text.startswith("F2FP.F16.E4M3.UNPACK_B ")]
         assert not back, f"{name}: {back}"
+
+
+def test_the_table_of_the_document(script, counted):
+    """docs/performance.md has what the model computes now: every number within the budget's slack, the same words."""
+    found = importlib.import_module("blackwell_model").model()
+    head, _, *rows = found.splitlines()
+    document = (EXAMPLES.parent / "docs" / "performance.md").read_text().splitlines()
+    assert head in document, "the table's columns are others: python examples/blackwell_model.py"
+    at = document.index(head) + 2
+    slack = importlib.import_module("count_instructions").SLACK
+    for here, there in zip(rows, document[at : at + len(rows)], strict=True):
+        assert re.sub(r"[\d.]+", "#", here) == re.sub(r"[\d.]+", "#", there), f"now {here}, in the document {there}"
+        for a, b in zip(*(re.findall(r"\d+(?:\.\d+)?", x) for x in (here, there)), strict=True):
+            rounding = 0.01 if "." in a else 1
+            assert abs(float(a) - float(b)) <= slack * float(a) + rounding, f"now {here}, in the document {there}"
