@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from count_blackwell import TILES, counts_of, loops_of
-from count_instructions import configs, find_nvdisasm, run
+from count_blackwell import TILES, all_configs, counts_of, loops_of
+from count_instructions import find_nvdisasm, run
 from model_table import ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES, Resources, shared_access, table
 
 from foscar.blackwell.config import ROLES, TILE_TOKENS, DecodeConfig
+from foscar.hopper import folds
 
 # B200: 148 SMs at 1.965 GHz, 8 TB/s (2.39 times an H100's 3.35 TB/s, with 11 % more issue slots).
 SMS, CLOCK, HBM = 148, 1.965e9, 8.0e12
@@ -59,8 +60,8 @@ def _k_bytes(config: DecodeConfig) -> float:
 
 
 def _k_products(config: DecodeConfig) -> int:
-    """How often K is multiplied: with every digit of a term of Q."""
-    return config.digit_steps or 1
+    """How often K is multiplied: with every digit of a term of Q, or every pair of terms, of every unit's Q."""
+    return (config.digit_steps or config.byte_steps) * folds.k_side(config).units
 
 
 def tile(config: DecodeConfig) -> Tile:
@@ -68,18 +69,19 @@ def tile(config: DecodeConfig) -> Tile:
     counts = counts_of(loops)
 
     def busiest(key: str) -> float:
-        """Wide roles have a warp on every scheduler; load and mma sit on different ones."""
+        """Wide roles have a warp on every scheduler; load, mma and both query warps sit on different ones."""
         wide = sum(c[key] for role, c in counts.items() if ROLES[role] == 4)
         return wide + max(c[key] for role, c in counts.items() if ROLES[role] < 4)
 
     k, v = TILE_TOKENS * _k_bytes(config), TILE_TOKENS * config.head_dim  # bytes of the unpacked operands
     read = k * _k_products(config) + v  # by the tensor cores
-    sums = 4 * TILE_TOKENS * config.columns
+    # Scores of every unit are written, a warp's own read; products with V written and read.
+    sums = 4 * TILE_TOKENS * config.columns * (folds.k_side(config).units + 1 + 2 * folds.v_side(config).units)
     per_sm = HBM / SMS / CLOCK
     return Tile(
         hbm=config.tile_bytes / per_sm,
         shared=_shared_bytes(config, loops) / SHARED,
-        tensor_memory=(k + v + read + 2 * 2 * sums) / TENSOR_MEMORY,
+        tensor_memory=(k + v + read + sums) / TENSOR_MEMORY,
         tensor_cores=read / MMA_BYTES,
         issue=busiest("total"),
         integer=busiest("alu") * ALU_CYCLES,
@@ -91,13 +93,14 @@ def tile(config: DecodeConfig) -> Tile:
 def row(name: str, config: DecodeConfig) -> tuple[str, Tile, tuple[str, ...]]:
     t = tile(config)
     bf16 = t.hbm * 4 * config.head_dim / config.layout.bytes_per_token
-    published = PUBLISHED[name.split()[0]]
-    return name, t, (f"{t.fraction:.0%}", f"{bf16 / t.cycles:.2f}", f"{published:.2f}, {bf16 / published:.0f} cycles")
+    speed_up = PUBLISHED.get(name.split()[0])
+    published = f"{speed_up:.2f}, {bf16 / speed_up:.0f} cycles" if speed_up else ""
+    return name, t, (f"{t.fraction:.0%}", f"{bf16 / t.cycles:.2f}", published)
 
 
 def model() -> str:
     """The table."""
-    rows = (row(name, config) for name, config in configs(DecodeConfig).items())
+    rows = (row(name, config) for name, config in all_configs().items())
     return table("cycles of 128 tokens", Tile, ("of 8 TB/s", "over BF16", "published"), rows)
 
 
