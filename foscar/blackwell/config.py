@@ -141,8 +141,10 @@ class DecodeConfig:
 
     @property
     def byte_steps(self) -> int:
-        """Operands of Q in e4m3, of two terms per element each: one holds a bfloat16, but not a product Q'."""
-        return 0 if self.digit_steps else 1 + folds.k_side(self).channel
+        """Operands of Q in e4m3, of two terms per element each: one holds a bfloat16, but no float16 and no Q'."""
+        if self.digit_steps:
+            return 0
+        return 1 + (folds.k_side(self).channel or self.q_dtype == "float16")
 
     @property
     def query_bytes(self) -> int:

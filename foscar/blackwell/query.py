@@ -4,8 +4,8 @@ Against codes in bytes the terms are e4m3, with a power of two ``r`` per head th
 [2^7, 2^8): ``q r ~ hi + lo``, ``lo`` the rounded remainder.  The 8 significant bits of a bfloat16 query are exact down
 to 2^-9 of the largest element; otherwise the error is at most 2^-9 of the element and 2^-17 of the largest.  Against
 codes in e2m1 they are the digits of an integer (digits.py): the error is at most 2^-17 of the largest element.
-Products with scales (channel_query.py) have more bits than a bfloat16: in e4m3 a second operand has two terms of what
-the first leaves, and the error is at most 2^-16 of the largest element.
+A float16 and a product with scales (channel_query.py) have more bits than a bfloat16: in e4m3 a second operand has two
+terms of what the first leaves, and the error is at most 2^-16 of the largest element.
 
 What the softmax needs is left in shared memory, two float32 per head, in the units of the raw product
 ``s = 2^-UNIT sum (q r) code``, UNIT 9 (a code's byte is the e4m3 number 2^-9 code) or digits.UNIT:
