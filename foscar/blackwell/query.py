@@ -115,12 +115,12 @@ def _terms(pairs: cute.Tensor, index: Int32, lane: Int32, args, room: Int32, fac
 def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
     """Walk the items of the CTA's range, up to two ahead; warp ``w`` takes heads w, w + WARPS, ..."""
     role, barriers = "query", shared.barriers
-    work = schedule.start(args, Int32(0), 1, lane)
-    lengths = schedule.lengths_of(args)
+    work = schedule.start(args, Int32(0), 1, lane, cfg.options)
     request, head, tile, left = work.request, work.head, work.tile, work.left
     buffer, phase = Int32(0), Int32(0)  # of the item
     while left > 0:
-        n = cutlass.min(left, schedule.tiles_of(lengths[request]) - tile)
+        cut = schedule.cut_of(args, request, cfg.options)
+        n = cutlass.min(left, cut.tiles - tile)
         item_rows = rows.of_item(args, request, head, cfg.options)
         pairs = [rows.read_query(args, item_rows, warp + WARPS * j, lane, cfg) for j in range(cfg.heads // WARPS)]
         pipeline.wait_empty(barriers, "q_empty", role, (buffer, phase))
@@ -134,4 +134,4 @@ def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -
         buffer, phase = pipeline.after((buffer, phase))
         left = left - n
         tile = Int32(0)
-        request, head = next_item(args, request, head)
+        request, head = next_item(cut.heads, request, head)
