@@ -33,7 +33,7 @@ from .common.append_config import AppendConfig
 from .common.config import ConfigError
 from .common.errors import CompileError, FormatError, MissingDependencyError
 from .common.formats import KVFormat
-from .common.plan import PLAIN, KernelOptions
+from .common.plan import KernelOptions
 from .hopper import config as hopper
 from .hopper import decode as hopper_decode
 
@@ -108,12 +108,9 @@ def plan(
     """
     module, kernels = ARCHS[arch]
     tile, wanted = module.TileConfig(**(knobs or {})), KernelOptions.parse(options)
-    if module is blackwell and wanted != PLAIN:
-        raise ValueError(f"the Blackwell kernel does not take {options} yet")
-    more = {} if module is blackwell else {"options": wanted}
     for fmt, dim, page, group, dtype in itertools.product(formats, head_dims, page_sizes, heads, q_dtypes):
         layout, padded = fmt.layout(dim, page), -(-group // 4) * 4
-        config = module.DecodeConfig(layout.kernel_format, layout.padded_head_dim, page, padded, dtype, tile, **more)
+        config = module.DecodeConfig(layout.kernel_format, layout.padded_head_dim, page, padded, dtype, tile, wanted)
         for name, part, builder, _ in kernels(config):
             yield Job(name, part, arch, builder)
         if append_config.per_token(fmt):

@@ -74,15 +74,15 @@ def _load(
     layout = cache.layout
     rows = rows_of_item(group, 1 if variant.q_indptr is None else variant.max_q_len)
     shape = (layout.kernel_format, layout.padded_head_dim, cache.page_size, rows, Q_DTYPES[dtype])
+    options = options_of(variant, group)
     if arch in blackwell.ARCHS:
         check_kernel_options(variant)
         require(group <= MAX_HEADS, f"the Blackwell kernel takes 1 to {MAX_HEADS} query heads per KV head, not {group}")
-        return blackwell_decoder(_blackwell_config(*shape, tile or blackwell.TileConfig()), cache.device.index)
+        return blackwell_decoder(_blackwell_config(*shape, tile or blackwell.TileConfig(), options), cache.device.index)
     if arch != ARCH:
         raise UnsupportedDeviceError(f"there are kernels for {ARCH} (Hopper: H100, H200) and "
                                      f"{', '.join(blackwell.ARCHS)} (Blackwell: B200, B300) only, not for {arch}; "
                                      f"backend='torch' runs anywhere")  # fmt: skip
-    options = options_of(variant, group)
     return decoder(_config(*shape, tile or TileConfig(), options), cache.device.index)
 
 
@@ -230,7 +230,7 @@ def decode_attention(
         UnsupportedDeviceError: a GPU that there is no kernel for.
 
     What the options compute is written out in :mod:`foscar.common.options`.  The Blackwell kernel does not take
-    them, sinks or ``q_indptr`` yet and says so; ``backend="torch"`` takes all of them on any device.  The Hopper kernel
+    a window or ``q_indptr`` yet and says so; ``backend="torch"`` takes all of them on any device.  The Hopper kernel
     computes 16 (query token, head of a group) pairs in one pass over the cache and reads it again for every further
     16; how many a request has is read on the device.
     """

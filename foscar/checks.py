@@ -141,9 +141,6 @@ def check_kernel_options(variant: Variant) -> None:
     options, plain = variant.options, AttentionOptions()
     used = {
         "a sliding window": options.window != plain.window,
-        "a logits soft-cap": options.soft_cap != plain.soft_cap,
-        "an output scale": options.out_scale != plain.out_scale,
-        "attention sinks": variant.sinks is not None,
         "several query tokens per request (q_indptr)": variant.q_indptr is not None,
     }
     refused = ", ".join(name for name, there in used.items() if there)

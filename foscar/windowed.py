@@ -69,7 +69,7 @@ def decode_windowed(
     On Hopper three kernels follow each other by programmatic dependent launch: over the tokens in 16 bits
     (:mod:`foscar.common.window_kernel`), the decode, which joins it to items that one worker holds, and the combine,
     which joins it to the others.  Lengths, slots and histories are read on the device, so the call can be captured in a
-    CUDA graph.  The torch backend and Blackwell's decode merge two results by their LSEs; Blackwell's takes no options.
+    CUDA graph.  The torch backend and Blackwell's decode merge two results by their LSEs; Blackwell's takes no drafts.
     """
     if not isinstance(cache, WindowedKVCache):
         raise TypeError(f"cache must be a foscar.WindowedKVCache, not {type(cache).__name__}")
@@ -126,13 +126,14 @@ def _merged(q, cache, block_table, seq_lens, slot_ids, sm_scale, variant: Varian
         block_table, slot_ids = block_table[rows], slot_ids[rows]
         q, out, lse = (None if x is None else x[: len(rows)] for x in (q, out, lse))
     history = cache.history_lens(seq_lens, slot_ids)
+    part = AttentionOptions(soft_cap=options.soft_cap)
     if on_torch:
-        part = AttentionOptions(soft_cap=options.soft_cap)
         packed_part = decode_folded(q, packed, block_table, history, sm_scale, options=part)
     else:
         packed_part = api.decode_attention(
-            q, packed, block_table, history, sm_scale=sm_scale, return_lse=True, lse_base="e", backend=backend
-        )
+            q, packed, block_table, history, sm_scale=sm_scale, options=part, return_lse=True, lse_base="e",
+            backend=backend,
+        )  # fmt: skip
     exact = window_attention(q, cache, seq_lens, slot_ids, sm_scale, options.soft_cap)
     result, log_sum = merge_states(packed_part[0].float(), packed_part[1], *exact, lse_base="e")
     if variant.sinks is not None:

@@ -88,3 +88,13 @@ def test_long_contexts(runner):
     checks.flat(runner, INT2_FP16, 8192, v_mean=0.0)
     checks.flat(runner, INT2_FP16, 8192)
     checks.sink(runner, INT2_FP16, 8192)
+
+
+@pytest.mark.parametrize(
+    "config, length",
+    [(INT4_FP16, 8192), (MIXED[1], 1100), (INT4, 8192)],
+    ids=lambda x: str(x) if isinstance(x, int) else name_of(x),
+)
+def test_sink_before_4_bit_keys(runner, config, length):
+    """One large logit: the LSE is as exact as Q is, and a float16 has more bits than two e4m3 terms."""
+    checks.sink(runner, config, length)

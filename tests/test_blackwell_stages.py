@@ -63,8 +63,8 @@ def random_query(config, gen) -> tuple[torch.Tensor, torch.Tensor]:
     """What each column multiplies the codes with, [columns, head_dim], and the bytes of its operands."""
     columns, d = config.columns, config.head_dim
     if config.format.k.bits == 4:
-        q = torch.randint(-8, 9, (columns, d), generator=gen).to(torch.float8_e4m3fn)
-        return q.float() * 2.0**-9, operand(q)
+        q = torch.randint(-8, 9, (config.byte_steps, columns, d), generator=gen).to(torch.float8_e4m3fn)
+        return q.float().sum(0) * 2.0**-9, torch.cat([operand(x) for x in q])
     codes = torch.randint(0, 16, (3, columns, d), generator=gen, dtype=torch.uint8)
     values = E2M1[(codes & 7).long()] * torch.where(codes & 8 > 0, -1.0, 1.0)
     q = sum(values[step] * 8.0**-step for step in range(3)) / 2  # a code's half is multiplied

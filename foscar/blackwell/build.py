@@ -12,7 +12,7 @@ def build_decode(config: DecodeConfig, arch: str) -> Artifact:
     from ..hopper import arguments
     from . import kernel, smem
 
-    artifact = compile_jit(kernel.host, *_scalars(list(arguments.DECODE.values())), config, arch=arch)
+    artifact = compile_jit(kernel.host, _scalars(list(arguments.decode(config.options).values())), config, arch=arch)
     smem.check(config, artifact.smem)
     return artifact
 

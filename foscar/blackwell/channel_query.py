@@ -82,14 +82,13 @@ def _step(q: list, args, shared, slot: Int32, phase: Int32, use: tuple, n: Int32
 @cute.jit
 def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
     """Every step of the CTA's range; warp ``w`` takes heads w, w + WARPS, ..."""
-    work = schedule.start(args, Int32(0), 1, lane)
-    lengths = schedule.lengths_of(args)
+    work = schedule.start(args, Int32(0), 1, lane, cfg.options)
     request, head, tile, left = work.request, work.head, work.tile, work.left
     slot, phase, step = Int32(0), Int32(0), (Int32(0), Int32(0))
     while left > 0:
-        length = lengths[request]
-        n = cutlass.min(left, schedule.tiles_of(length) - tile)
-        tokens = tokens_of(length, tile, n)
+        cut = schedule.cut_of(args, request, cfg.options)
+        n = cutlass.min(left, cut.tiles - tile)
+        tokens = tokens_of(cut, tile, n)
         item_rows = rows.of_item(args, request, head, cfg.options)
         count = cfg.heads // query.WARPS
         q = [rows.read_query(args, item_rows, warp + query.WARPS * j, lane, cfg) for j in range(count)]
@@ -100,4 +99,4 @@ def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -
             slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
         left = left - n
         tile = Int32(0)
-        request, head = next_item(args, request, head)
+        request, head = next_item(cut.heads, request, head)

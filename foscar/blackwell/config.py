@@ -5,9 +5,8 @@ Field by field the same cache formats and shapes as Hopper's: a cache written on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import ClassVar
 
 from ..common.config import ConfigError, check_problem, check_tile_fields
 from ..common.errors import FormatError
@@ -61,6 +60,18 @@ def check_folds(config: DecodeConfig) -> None:
             raise FormatError(f"{one}, not axis 'token' with groups of {group}")
 
 
+OPTIONS = ("soft_cap", "wide_cap", "sinks", "out_scale")  # those that the kernel has
+
+
+def check_options(config: DecodeConfig) -> None:
+    """Raise :class:`FormatError` where there is an option that the kernel does not have."""
+    if not isinstance(config.options, KernelOptions):
+        raise TypeError(f"options must be KernelOptions, not {type(config.options).__name__}")
+    refused = [f.name for f in fields(config.options) if getattr(config.options, f.name) and f.name not in OPTIONS]
+    if refused:
+        raise FormatError(f"the Blackwell kernel has the options {', '.join(OPTIONS)}, not {', '.join(refused)}")
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """One decode kernel.
@@ -73,6 +84,7 @@ class DecodeConfig:
         heads: query heads per KV head that the kernel has room for: 4, 8, 12 or 16.
         q_dtype: "bfloat16" or "float16", of the query and the output.
         tile: the tuning knobs.
+        options: what it computes beside plain attention.
     """
 
     format: KVFormat
@@ -81,14 +93,14 @@ class DecodeConfig:
     heads: int
     q_dtype: str = "bfloat16"
     tile: TileConfig = field(default_factory=TileConfig)
-
-    options: ClassVar[KernelOptions] = PLAIN  # what this kernel shares with Hopper's asks for them
+    options: KernelOptions = PLAIN
 
     def __post_init__(self) -> None:
         check_problem("Blackwell", self, folds=True)
         check_folds(self)
         if not isinstance(self.tile, TileConfig):
             raise TypeError(f"tile must be a foscar.blackwell.config.TileConfig, not {type(self.tile).__name__}")
+        check_options(self)
         self.check()
 
     # ---- derived sizes
@@ -141,8 +153,10 @@ class DecodeConfig:
 
     @property
     def byte_steps(self) -> int:
-        """Operands of Q in e4m3, of two terms per element each: one holds a bfloat16, but not a product Q'."""
-        return 0 if self.digit_steps else 1 + folds.k_side(self).channel
+        """Operands of Q in e4m3, of two terms per element each: one holds a bfloat16, but no float16 and no Q'."""
+        if self.digit_steps:
+            return 0
+        return 1 + (folds.k_side(self).channel or self.q_dtype == "float16")
 
     @property
     def query_bytes(self) -> int:

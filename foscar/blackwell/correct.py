@@ -84,19 +84,17 @@ def correct_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
     role, barriers, ledger, nh = "correct", shared.barriers, TensorLedger(cfg), cfg.heads_per_thread
     m = cute.make_rmem_tensor((nh,), Float32)
     o = cute.make_rmem_tensor((nh * cfg.head_dim // 32,), Float32)
-    work = schedule.start(args, Int32(0), 1, lane)
-    lengths = schedule.lengths_of(args)
+    work = schedule.start(args, Int32(0), 1, lane, cfg.options)
     request, head, tile, position, left = work.request, work.head, work.tile, work.position, work.left
     step, item = (Int32(0), Int32(0)), (Int32(0), Int32(0))  # (buffer, phase)
     slot, phase, tokens, channel = Int32(0), Int32(0), Int32(0), folds.v_side(cfg).channel
     v_pairs = shared.ring + 4 * (8 * warp + lane // 4)
     while left > 0:
-        length = lengths[request]
-        tiles = schedule.tiles_of(length)
-        n = cutlass.min(left, tiles - tile)
+        cut = schedule.cut_of(args, request, cfg.options)
+        n = cutlass.min(left, cut.tiles - tile)
         m.fill(LOWEST)
         o.fill(0.0)
-        tokens = walk.tokens_of(length, tile, n)
+        tokens = walk.tokens_of(cut, tile, n)
         for _ in cutlass.range(walk.steps_of(n), unroll=1):
             v_params = None
             if cutlass.const_expr(channel):
@@ -130,9 +128,9 @@ def correct_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
         l = [smem.joined(room.sums + x, device.add) for x in at]  # noqa: E741
         b = [smem.joined(room.offsets + x, device.add) for x in at]
         pipeline.arrive(barriers, "sums_empty", role, item[0], lane)
-        store.finish(args, (m, l, b, o), work.at(request, head, tile, position, left), n == tiles, warp, lane, cfg)
+        store.finish(args, (m, l, b, o), work.at(request, head, tile, position, left), n == cut.tiles, warp, lane, cfg)
         item = pipeline.after(item)
         left = left - n
         position = position + n
         tile = Int32(0)
-        request, head = walk.next_item(args, request, head)
+        request, head = walk.next_item(cut.heads, request, head)

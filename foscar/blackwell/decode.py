@@ -5,6 +5,7 @@ No such GPU has run the kernel yet, so the first use warns.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 
@@ -21,10 +22,11 @@ BUILD = f"{__package__}.build"
 
 def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConfig, str, dict[str, str]], ...]:
     """(name, config, builder, parameters) of the decode kernel and its combine, for jit.load_or_compile."""
-    combine = CombineConfig(config.head_dim, config.q_dtype)
+    options = dataclasses.replace(config.options, soft_cap=False, wide_cap=False)
+    combine = CombineConfig(config.head_dim, config.q_dtype, options)
     return (
-        ("blackwell_decode", config, f"{BUILD}:build_decode", arguments.DECODE),
-        ("blackwell_combine", combine, f"{BUILD}:build_combine", arguments.COMBINE),
+        ("blackwell_decode", config, f"{BUILD}:build_decode", arguments.decode(config.options)),
+        ("blackwell_combine", combine, f"{BUILD}:build_combine", arguments.combine(options)),
     )
 
 

@@ -36,9 +36,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32
 
-from ..hopper import folds
+from ..hopper import arguments, folds
 from ..hopper.kernel import Args
 from . import channel_query, correct, load, mma, pipeline, query, smem, softmax, unpack
 from .config import first_warp
@@ -64,15 +64,9 @@ def _roles(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cutlass.C
 
 
 @cute.kernel
-def decode_kernel(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64, page_stride: Int64, head_stride: Int64,
-                  pages: Int64, table_stride: Int64, indptr: Int64, lengths: Int64, out: Int64, out_stride: Int64,
-                  out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64,
-                  batch: Int32, kv_heads: Int32, kv_heads_inverse: Int32, group: Int32, workers_inverse: Int32,
-                  sm_scale_log2: Float32, lse_unit: Float32, cfg: cutlass.Constexpr):  # fmt: skip
-    """Raw pointers and numbers only (see hopper/kernel.py's Args), so that any launcher can call it."""
-    args = Args(q, q_stride, q_head_stride, cache, page_stride, head_stride, pages, table_stride, indptr, lengths, out,
-                out_stride, out_head_stride, lse, partial_out, partial_lse, batch, kv_heads, kv_heads_inverse, group,
-                workers_inverse, sm_scale_log2, lse_unit)  # fmt: skip
+def decode_kernel(values: list, cfg: cutlass.Constexpr):
+    """Raw pointers and numbers only (hopper/kernel.py's Args, arguments.py), so that any launcher can call it."""
+    args = Args(**dict(zip(arguments.decode(cfg.options), values, strict=True)), rows=Int32(cfg.heads))
     thread = cute.arch.thread_idx()[0]
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     shared = smem.allocate(cfg)
@@ -96,14 +90,8 @@ def decode_kernel(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64,
 
 
 @cute.jit
-def host(q: Int64, q_stride: Int64, q_head_stride: Int64, cache: Int64, page_stride: Int64, head_stride: Int64,
-         pages: Int64, table_stride: Int64, indptr: Int64, lengths: Int64, out: Int64, out_stride: Int64,
-         out_head_stride: Int64, lse: Int64, partial_out: Int64, partial_lse: Int64,
-         batch: Int32, kv_heads: Int32, kv_heads_inverse: Int32, group: Int32, workers_inverse: Int32,
-         sm_scale_log2: Float32, lse_unit: Float32, cfg: cutlass.Constexpr, stream):  # fmt: skip
+def host(values: list, cfg: cutlass.Constexpr, stream):
     """Only to compile: the kernel is launched from its cubin."""
-    decode_kernel(q, q_stride, q_head_stride, cache, page_stride, head_stride, pages, table_stride, indptr, lengths,
-                  out, out_stride, out_head_stride, lse, partial_out, partial_lse, batch, kv_heads, kv_heads_inverse,
-                  group, workers_inverse, sm_scale_log2, lse_unit, cfg).launch(
+    decode_kernel(values, cfg).launch(
         grid=[1, 1, 1], block=[cfg.threads, 1, 1], stream=stream, min_blocks_per_mp=1
     )  # fmt: skip

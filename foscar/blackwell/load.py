@@ -36,17 +36,16 @@ def load_warp(args, shared, lane: Int32, cfg: cutlass.Constexpr) -> None:
     """Walk the CTA's range; page ids are fetched 32 at a time, one chunk ahead."""
     per_step = STEP_TILES * cfg.pages_per_tile
     chunk = 32 // per_step  # steps whose page ids one register of the warp holds
-    work = schedule.start(args, Int32(0), 1, lane)
-    lengths = schedule.lengths_of(args)
+    work = schedule.start(args, Int32(0), 1, lane, cfg.options)
     request, head, tile, left = work.request, work.head, work.tile, work.left
     slot, phase = Int32(0), Int32(1)
     while left > 0:
-        length = lengths[request]
-        n = cutlass.min(left, schedule.tiles_of(length) - tile)
+        cut = schedule.cut_of(args, request, cfg.options)
+        n = cutlass.min(left, cut.tiles - tile)
         row = first_page(args, request)
-        first = tile * cfg.pages_per_tile
-        end = first + (walk.tokens_of(length, tile, n) + (cfg.page_size - 1)) // cfg.page_size
-        base = args.cache + Int64(head) * args.head_stride
+        first = (cut.first + tile) * cfg.pages_per_tile
+        end = first + (walk.tokens_of(cut, tile, n) + (cfg.page_size - 1)) // cfg.page_size
+        base = args.cache + Int64(cut.kv_head(head)) * args.head_stride
         steps = walk.steps_of(n)
         ahead = page_ids(args, row, first + lane, end)
         for done in cutlass.range(0, steps, chunk, unroll=1):
@@ -58,7 +57,7 @@ def load_warp(args, shared, lane: Int32, cfg: cutlass.Constexpr) -> None:
                 slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
         left = left - n
         tile = Int32(0)
-        request, head = walk.next_item(args, request, head)
+        request, head = walk.next_item(cut.heads, request, head)
 
 
 assert STEP_TILES * 128 // 16 <= 32  # one register of the warp holds a step's page ids

@@ -121,7 +121,7 @@ def _walk(shared, tensor: Int32, left: Int32, cfg: cutlass.Constexpr) -> None:
 
 @cute.jit
 def mma_warp(args, shared, tensor: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
-    tiles = schedule.start(args, Int32(0), 1, lane).left
+    tiles = schedule.start(args, Int32(0), 1, lane, cfg.options).left
     with cute.arch.elect_one():
         _walk(shared, tensor, tiles, cfg)
 

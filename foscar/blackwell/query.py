@@ -4,8 +4,8 @@ Against codes in bytes the terms are e4m3, with a power of two ``r`` per head th
 [2^7, 2^8): ``q r ~ hi + lo``, ``lo`` the rounded remainder.  The 8 significant bits of a bfloat16 query are exact down
 to 2^-9 of the largest element; otherwise the error is at most 2^-9 of the element and 2^-17 of the largest.  Against
 codes in e2m1 they are the digits of an integer (digits.py): the error is at most 2^-17 of the largest element.
-Products with scales (channel_query.py) have more bits than a bfloat16: in e4m3 a second operand has two terms of what
-the first leaves, and the error is at most 2^-16 of the largest element.
+A float16 and a product with scales (channel_query.py) have more bits than a bfloat16: in e4m3 a second operand has two
+terms of what the first leaves, and the error is at most 2^-16 of the largest element.
 
 What the softmax needs is left in shared memory, two float32 per head, in the units of the raw product
 ``s = 2^-UNIT sum (q r) code``, UNIT 9 (a code's byte is the e4m3 number 2^-9 code) or digits.UNIT:
@@ -115,12 +115,12 @@ def _terms(pairs: cute.Tensor, index: Int32, lane: Int32, args, room: Int32, fac
 def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:
     """Walk the items of the CTA's range, up to two ahead; warp ``w`` takes heads w, w + WARPS, ..."""
     role, barriers = "query", shared.barriers
-    work = schedule.start(args, Int32(0), 1, lane)
-    lengths = schedule.lengths_of(args)
+    work = schedule.start(args, Int32(0), 1, lane, cfg.options)
     request, head, tile, left = work.request, work.head, work.tile, work.left
     buffer, phase = Int32(0), Int32(0)  # of the item
     while left > 0:
-        n = cutlass.min(left, schedule.tiles_of(lengths[request]) - tile)
+        cut = schedule.cut_of(args, request, cfg.options)
+        n = cutlass.min(left, cut.tiles - tile)
         item_rows = rows.of_item(args, request, head, cfg.options)
         pairs = [rows.read_query(args, item_rows, warp + WARPS * j, lane, cfg) for j in range(cfg.heads // WARPS)]
         pipeline.wait_empty(barriers, "q_empty", role, (buffer, phase))
@@ -134,4 +134,4 @@ def query_warp(args, shared, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -
         buffer, phase = pipeline.after((buffer, phase))
         left = left - n
         tile = Int32(0)
-        request, head = next_item(args, request, head)
+        request, head = next_item(cut.heads, request, head)

@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from ..common import device, fold, schedule
+from ..common.soft_cap import cap_logit
 from ..hopper import folds
 from ..hopper import softmax as parts
 from . import channel_query, digits, lowfloat, packed, pipeline, smem, tcgen05, walk
@@ -24,12 +25,17 @@ HALVES = 2  # of a warp's lanes of tensor memory: two of a thread's four tokens 
 BARRIER = 1  # of the four softmax warps
 
 
+def _capped(y: packed.Pair, cap, v_log: packed.Pair, cfg: DecodeConfig) -> packed.Pair:
+    both = ((y.low, v_log.low), (y.high, v_log.high))
+    return packed.Pair(*(cap_logit(a, cap, b, cfg.options.wide_cap) for a, b in both))
+
+
 @cute.jit
-def fold_scores(s: list, params, factor: list, q_sum: list, cfg: cutlass.Constexpr, left=None) -> list:
+def fold_scores(s: list, params, factor: list, q_sum: list, cfg: cutlass.Constexpr, left=None, cap=None) -> list:
     """``w[head][pair of tokens]`` from the scores of both halves of the lanes (register ``4 j + 2 term + rh``).
 
     ``left``: tokens that count, from the thread's first on; needed where V has parameters per channel.  With K per
-    channel ``factor`` and ``q_sum`` are those of channel_query.py.
+    channel ``factor`` and ``q_sum`` are those of channel_query.py.  ``cap``: as in hopper/softmax.py.
     """
     v_log = params.v_log
     if cutlass.const_expr(v_log is None):
@@ -43,11 +49,15 @@ def fold_scores(s: list, params, factor: list, q_sum: list, cfg: cutlass.Constex
             terms = [x.bitcast(Float32) for x in s[i][4 * j : 4 * j + 4]]
             first, second = packed.pairs(terms)
             raw = packed.fma(second, packed.same(Float32(digits.SECOND)), first) if cfg.digit_steps else first + second
+            scale = packed.same(factor[j])
             if cutlass.const_expr(channel):
-                row.append(packed.fma(raw, packed.same(factor[j]), packed.same(q_sum[j])) + v_log[i])
+                x = packed.fma(raw, scale, packed.same(q_sum[j]))
+                row.append(_capped(x, cap, v_log[i], cfg) if cfg.options.soft_cap else x + v_log[i])
             else:
                 z = fold.k_token_score(raw, packed.same(q_sum[j]), k_scale[i], k_bias[i], fma=packed.fma)
-                row.append(packed.fma(z, packed.same(factor[j]), v_log[i]))
+                row.append(
+                    _capped(z * scale, cap, v_log[i], cfg) if cfg.options.soft_cap else packed.fma(z, scale, v_log[i])
+                )
         w.append(row)
     return w
 
@@ -154,7 +164,7 @@ def load_factors(room, lane, cfg: DecodeConfig, number=0) -> tuple[list, list]:
 
 @cute.jit
 def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, stage: tuple, use: tuple,
-          tokens: Int32, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+          tokens: Int32, cap, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
     """The tiles of one step.
 
     Args:
@@ -164,6 +174,7 @@ def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, stag
         stage: slot and phase of the ring.
         use: buffer and phase of all else.
         tokens: of the segment from this step on.
+        cap: the soft-cap in base 2, or None.
     """
     role, barriers, ledger = "softmax", shared.barriers, TensorLedger(cfg)
     k_pair, v_pair, room, probs = places
@@ -191,7 +202,7 @@ def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, stag
             column = column + cfg.columns * unit
         s = tcgen05.load_rows([lane_address(column, warp, half) for half in range(HALVES)], cfg.load_columns)
         left = tokens - (i * TILE_TOKENS + 32 * warp + 4 * (lane // 4)) if folds.v_side(cfg).channel else None
-        w.append(fold_scores(s, params[i], *queries[i], cfg, left))
+        w.append(fold_scores(s, params[i], *queries[i], cfg, left, cap))
     tcgen05.fence_before()
     pipeline.wait_empty(barriers, "o_empty", role, use)
     top = step_maxima(w, smem.reduction(cfg, shared, use[0]), warp, lane, cfg)
@@ -214,15 +225,14 @@ def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
     probs = [shared.probs + x for x in probs_offsets(warp, lane)]
     places = k_pair, v_pair, shared.params + warp * (cfg.param_bytes // 4), probs
     m, l, b = (cute.make_rmem_tensor((nh,), Float32) for _ in range(3))  # noqa: E741
-    work = schedule.start(args, Int32(0), 1, lane)
-    lengths = schedule.lengths_of(args)
+    work = schedule.start(args, Int32(0), 1, lane, cfg.options)
     request, head, tile, left = work.request, work.head, work.tile, work.left
     slot, phase = Int32(0), Int32(0)
     step, item = (Int32(0), Int32(0)), (Int32(0), Int32(0))  # (buffer, phase)
     while left > 0:
-        length = lengths[request]
-        n = cutlass.min(left, schedule.tiles_of(length) - tile)
-        tokens = walk.tokens_of(length, tile, n)
+        cut = schedule.cut_of(args, request, cfg.options)
+        n = cutlass.min(left, cut.tiles - tile)
+        tokens = walk.tokens_of(cut, tile, n)
         m.fill(parts.LOWEST)
         l.fill(0.0)
         b.fill(0.0)
@@ -231,7 +241,8 @@ def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
             pipeline.wait_full(barriers, "q_full", role, item)
             query = load_factors(smem.reduction(cfg, shared, item[0]), lane, cfg)
         for _ in cutlass.range(walk.steps_of(n), unroll=1):
-            _step((m, l, b), query, shared, places, tensor, (slot, phase), step, tokens, warp, lane, cfg)
+            _step((m, l, b), query, shared, places, tensor, (slot, phase), step, tokens, args.soft_cap_log2, warp,
+                  lane, cfg)  # fmt: skip
             tokens = tokens - STEP_TOKENS
             step = pipeline.after(step)
             slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
@@ -243,4 +254,4 @@ def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
         item = pipeline.after(item)
         left = left - n
         tile = Int32(0)
-        request, head = walk.next_item(args, request, head)
+        request, head = walk.next_item(cut.heads, request, head)

@@ -35,8 +35,8 @@ def finish(args, state: tuple, work: Work, whole, warp: Int32, lane: Int32, cfg:
     item = rows.of_item(args, work.request, work.head, cfg.options)
     for j in cutlass.range_constexpr(nh):
         index = lane % 4 + 4 * j
-        if index < args.group:
-            # l = 0 is an empty request: zeros and -inf.  A NaN stays one.
+        if index < item.count:
+            # l = 0 is a row that sees nothing: zeros and -inf.  A NaN stays one.
             inverse = cutlass.select_(l[j] == Float32(0.0), Float32(0.0), Float32(1.0) / l[j])
             out = [_output(o[j * blocks + r], factors[r], b[j], cfg) * inverse for r in range(blocks)]
             write_head(

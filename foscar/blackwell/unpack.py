@@ -128,20 +128,20 @@ def unpack_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cutl
     role, barriers = "unpack", shared.barriers
     k_words = shared.ring + qk.thread_offset(cfg, warp, lane)
     v_words = shared.ring + pv.thread_offset(cfg, warp, lane)
-    work = schedule.start(args, Int32(0), 1, lane)
-    lengths = schedule.lengths_of(args)
+    work = schedule.start(args, Int32(0), 1, lane, cfg.options)
     request, head, tile, left = work.request, work.head, work.tile, work.left
     slot, phase, buffer, empty = Int32(0), Int32(0), Int32(0), Int32(1)
     store_scales(tensor, warp, cfg)  # handed over with the first codes
     while left > 0:
-        n = cutlass.min(left, schedule.tiles_of(lengths[request]) - tile)
+        cut = schedule.cut_of(args, request, cfg.options)
+        n = cutlass.min(left, cut.tiles - tile)
         for _ in cutlass.range(walk.steps_of(n), unroll=1):
             _step(shared, k_words, v_words, tensor, slot, phase, buffer, empty, warp, lane, cfg)
             buffer, empty = pipeline.after((buffer, empty))
             slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
         left = left - n
         tile = Int32(0)
-        request, head = walk.next_item(args, request, head)
+        request, head = walk.next_item(cut.heads, request, head)
     # The CTA's memory must outlive the commits that nobody else waits for; where there were none, the waits are over.
     for _ in cutlass.range_constexpr(BUFFERS):
         pipeline.wait(barriers, "codes_empty", role, buffer, empty)

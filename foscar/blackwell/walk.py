@@ -17,15 +17,21 @@ def steps_of(n) -> Int32:
     return (n + (STEP_TILES - 1)) >> (STEP_TILES.bit_length() - 1)
 
 
-def tokens_of(length, tile, n) -> Int32:
-    """Of a segment."""
-    return cutlass.min(length - tile * TILE_TOKENS, n * TILE_TOKENS)
+def tokens_left(cut, tile) -> Int32:
+    """Of the request from tile ``tile`` of its items on."""
+    return cut.length - (cut.first + tile) * TILE_TOKENS
+
+
+def tokens_of(cut, tile, n) -> Int32:
+    """Of a segment; ``cut``: schedule.cut_of its request."""
+    return cutlass.min(tokens_left(cut, tile), n * TILE_TOKENS)
 
 
 @cute.jit
-def next_item(args, request: Int32, head: Int32):
+def next_item(heads: Int32, request: Int32, head: Int32):
+    """``heads``: items of the request (schedule.Cut)."""
     head = head + 1
-    if head == args.kv_heads:
+    if head == heads:
         head = Int32(0)
         request = request + 1
     return request, head

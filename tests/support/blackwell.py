@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from unittest import mock
 
 from foscar import api
@@ -69,13 +70,18 @@ class BlackwellRunner(EmulatorRunner):
         super().__init__(ctas, mutate, **options)
         self.arch = arch
 
-    def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
-        def decoder(config, index):
-            return EmulatedBlackwell(config, self.ctas, self.options, self.mutate, self.arch)
+    def _decoder(self, config, index) -> EmulatedBlackwell:
+        return EmulatedBlackwell(config, self.ctas, self.options, self.mutate, self.arch)
 
+    @contextlib.contextmanager
+    def active(self):
         with (
             mock.patch.object(api, "device_arch", lambda device: self.arch),
-            mock.patch.object(api, "blackwell_decoder", decoder),
+            mock.patch.object(api, "blackwell_decoder", self._decoder),
             mock.patch.object(api, "_backend", lambda name, cache: "cuda"),
         ):
+            yield
+
+    def decode(self, q, cache, tables, *, tile=None, sm_scale=None, lse_base=2, out=None):
+        with self.active():
             return call(q, cache, tables, tile=tile, sm_scale=sm_scale, lse_base=lse_base, out=out, backend="cuda")
