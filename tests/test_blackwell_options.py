@@ -66,11 +66,13 @@ def test_random_draws(seed):
 
 
 @needs_dsl
-@pytest.mark.parametrize("q_lens", [None, [5, 2, 1, 4]], ids=["single", "drafts"])
-@pytest.mark.parametrize("given", [{}, CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize(
+    "q_lens, given",
+    [(None, CAPPED), ([5, 2, 1, 4], {}), ([5, 2, 1, 4], CAPPED)],
+    ids=["capped", "drafts", "capped drafts"],
+)
 def test_parameters_per_channel(q_lens, given):
-    if q_lens is None and not given:
-        pytest.skip("no options: test_blackwell_folds.py")
+    """16 rows do not fit tensor memory here: drafts get a kernel of fewer, and more passes."""
     x = option_case([300, 0, 1, 129], q_lens, **CHANNEL, **given)
     checks.poison_slack(x.case)
     checks.assert_option_contract(*run(x, ctas=2), x)
