@@ -17,7 +17,6 @@ from .checks import (
     BACKENDS,
     Q_DTYPES,
     check_int32,
-    check_kernel_options,
     check_lse_base,
     check_query,
     check_result,
@@ -31,11 +30,11 @@ from .checks import (
 )
 from .common import traced
 from .common.cache import PagedKVCache
-from .common.config import MAX_HEADS
+from .common.config import ConfigError
 from .common.errors import UnsupportedDeviceError
 from .common.launch import device_arch
 from .common.options import AttentionOptions, Variant
-from .common.plan import rows_of_item
+from .common.plan import KernelOptions, rows_of_item
 from .common.reference import decode_folded
 from .hopper.config import ARCH, DecodeConfig, TileConfig
 from .hopper.decode import Bound, HopperDecode, Tables, decoder, options_of
@@ -62,7 +61,19 @@ def _dense(tables: Tables) -> Tables:
 
 
 _config = functools.cache(DecodeConfig)  # checking one costs as much as all of a call's other checks
-_blackwell_config = functools.cache(blackwell.DecodeConfig)
+
+
+@functools.cache
+def _blackwell_config(shape: tuple, tile: blackwell.TileConfig, options: KernelOptions) -> blackwell.DecodeConfig:
+    """``shape``: its first fields.  An item has fewer rows than asked for where no more fit: further passes follow."""
+    *before, heads, dtype = shape
+    while True:
+        try:
+            return blackwell.DecodeConfig(*before, heads, dtype, tile, options)
+        except ConfigError:
+            if not options.rows or heads == 4:
+                raise
+            heads -= 4
 
 
 def _load(
@@ -76,9 +87,7 @@ def _load(
     shape = (layout.kernel_format, layout.padded_head_dim, cache.page_size, rows, Q_DTYPES[dtype])
     options = options_of(variant, group)
     if arch in blackwell.ARCHS:
-        check_kernel_options(variant)
-        require(group <= MAX_HEADS, f"the Blackwell kernel takes 1 to {MAX_HEADS} query heads per KV head, not {group}")
-        return blackwell_decoder(_blackwell_config(*shape, tile or blackwell.TileConfig(), options), cache.device.index)
+        return blackwell_decoder(_blackwell_config(shape, tile or blackwell.TileConfig(), options), cache.device.index)
     if arch != ARCH:
         raise UnsupportedDeviceError(f"there are kernels for {ARCH} (Hopper: H100, H200) and "
                                      f"{', '.join(blackwell.ARCHS)} (Blackwell: B200, B300) only, not for {arch}; "
@@ -229,10 +238,9 @@ def decode_attention(
         FormatError: a format, head_dim or page size that the kernel does not take.
         UnsupportedDeviceError: a GPU that there is no kernel for.
 
-    What the options compute is written out in :mod:`foscar.common.options`.  The Blackwell kernel does not take
-    a window or ``q_indptr`` yet and says so; ``backend="torch"`` takes all of them on any device.  The Hopper kernel
-    computes 16 (query token, head of a group) pairs in one pass over the cache and reads it again for every further
-    16; how many a request has is read on the device.
+    What the options compute is written out in :mod:`foscar.common.options`; ``backend="torch"`` takes all of them on
+    any device.  The kernels compute 16 (query token, head of a group) pairs in one pass over the cache and read it
+    again for every further 16; how many a request has is read on the device.
     """
     if torch.compiler.is_compiling():
         return traced.decode_attention(

@@ -136,17 +136,6 @@ def with_sinks(variant: Variant, sinks: torch.Tensor | None, heads: int, device:
     return dataclasses.replace(variant, sinks=sinks.contiguous())
 
 
-def check_kernel_options(variant: Variant) -> None:
-    """Refuse what the Blackwell kernel does not take yet; Hopper's and the torch backend take all of it."""
-    options, plain = variant.options, AttentionOptions()
-    used = {
-        "a sliding window": options.window != plain.window,
-        "several query tokens per request (q_indptr)": variant.q_indptr is not None,
-    }
-    refused = ", ".join(name for name, there in used.items() if there)
-    require(not refused, f"the Blackwell kernel does not take {refused} yet; backend='torch' does")
-
-
 def check_rows(q_indptr: Sequence[int], rows: int, limit: int | None) -> None:
     """The bounds of the requests' query rows, read from the device."""
     ok = q_indptr[0] == 0 and q_indptr[-1] <= rows and all(a <= b for a, b in itertools.pairwise(q_indptr))

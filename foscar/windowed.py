@@ -69,7 +69,7 @@ def decode_windowed(
     On Hopper three kernels follow each other by programmatic dependent launch: over the tokens in 16 bits
     (:mod:`foscar.common.window_kernel`), the decode, which joins it to items that one worker holds, and the combine,
     which joins it to the others.  Lengths, slots and histories are read on the device, so the call can be captured in a
-    CUDA graph.  The torch backend and Blackwell's decode merge two results by their LSEs; Blackwell's takes no drafts.
+    CUDA graph.  The torch backend and Blackwell's decode merge two results by their LSEs.
     """
     if not isinstance(cache, WindowedKVCache):
         raise TypeError(f"cache must be a foscar.WindowedKVCache, not {type(cache).__name__}")
@@ -119,8 +119,6 @@ def _merged(q, cache, block_table, seq_lens, slot_ids, sm_scale, variant: Varian
         if bounds is not None:
             check_rows(bounds, q.shape[0], variant.q_limit)
         check_pages(packed, Tables(block_table, cache.history_lens(seq_lens, slot_ids)), bounds)
-    else:
-        api.check_kernel_options(variant)
     if variant.q_indptr is not None:
         rows, seq_lens = rows_as_requests(variant.q_indptr, seq_lens)
         block_table, slot_ids = block_table[rows], slot_ids[rows]

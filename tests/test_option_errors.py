@@ -7,11 +7,9 @@ import math
 import pytest
 import torch
 from support.inputs import int32, make_case
-from support.option_checks import OptionCase, assert_option_contract, call
 
 import foscar
 from foscar import AttentionOptions, decode_attention
-from foscar import api as api_module
 
 
 @pytest.mark.parametrize(
@@ -101,24 +99,3 @@ def test_a_plan_keeps_contiguous_query_rows():
             block_table=case.block_table, seq_lens=case.seq_lens, num_qo_heads=8, num_kv_heads=2, head_dim=128,
             page_size=16, q_indptr=int32([0, 9, 1, 9, 2, 9])[::2],
         )  # fmt: skip
-
-
-REFUSED = {
-    r"several query tokens per request \(q_indptr\)": {"q_indptr": int32([0, 1, 2])},
-    "a sliding window": {"options": AttentionOptions(window=4, soft_cap=30.0)},
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_the_blackwell_kernel_does_not_take_is_refused(what, monkeypatch):
-    """Public report 29: one clear line and no kernel made; the torch backend takes it."""
-    monkeypatch.setattr(api_module, "_backend", lambda name, cache: "torch" if name == "torch" else "cuda")
-    monkeypatch.setattr(api_module, "device_arch", lambda device: "sm_100a")
-    monkeypatch.setattr(api_module, "blackwell_decoder", lambda *arguments: pytest.fail("a kernel was made"))
-    case = make_case([5, 9], page_size=16)
-    x = OptionCase(case, [1, 1] if "q_indptr" in REFUSED[what] else None)
-    x.options, x.sinks = REFUSED[what].get("options", x.options), REFUSED[what].get("sinks")
-    for wrapper in (None, "dense"):
-        with pytest.raises(ValueError, match=f"^the Blackwell kernel does not take {what} yet; backend='torch' does$"):
-            call(x, wrapper=wrapper)
-        assert_option_contract(*call(x, wrapper=wrapper, backend="torch"), x)

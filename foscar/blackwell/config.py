@@ -60,7 +60,7 @@ def check_folds(config: DecodeConfig) -> None:
             raise FormatError(f"{one}, not axis 'token' with groups of {group}")
 
 
-OPTIONS = ("soft_cap", "wide_cap", "sinks", "out_scale")  # those that the kernel has
+OPTIONS = ("window", "soft_cap", "wide_cap", "sinks", "out_scale", "rows")  # those that the kernel has
 
 
 def check_options(config: DecodeConfig) -> None:
@@ -70,6 +70,7 @@ def check_options(config: DecodeConfig) -> None:
     refused = [f.name for f in fields(config.options) if getattr(config.options, f.name) and f.name not in OPTIONS]
     if refused:
         raise FormatError(f"the Blackwell kernel has the options {', '.join(OPTIONS)}, not {', '.join(refused)}")
+    folds.check_window("Blackwell", config)
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,22 @@ ROLE = "load"
 
 
 @cute.jit
-def _load_step(args, shared, ids: Int32, first: Int32, pages: Int32, base: Int64, slot: Int32, phase: Int32,
-               cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """Wait for the slot, then copy the pages whose ids lanes ``first`` .. ``first + pages - 1`` hold."""
+def _load_step(args, shared, ids: Int32, first: Int32, skip: Int32, pages: Int32, base: Int64, slot: Int32,
+               phase: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+    """Wait for the slot, then copy the pages whose ids lanes ``first + skip`` .. ``first + pages - 1`` hold."""
     record = cfg.layout.record_bytes
     pipeline.wait(shared.barriers, "empty", ROLE, slot, phase)
     found = [cute.arch.shuffle_sync(ids, first + i) for i in range(STEP_TILES * cfg.pages_per_tile)]
     barrier = pipeline.source(shared.barriers, "full", ROLE, slot).toint()
     target = shared.ring + slot * cfg.stage_bytes
     with cute.arch.elect_one():
-        expect_bytes(barrier, pages * record)
+        expect_bytes(barrier, (pages - skip) * record)
         for i, page in enumerate(found):
             source = base + Int64(page) * args.page_stride
-            copy_page(i < pages, target + i * record, source, record, barrier)
+            here = i < pages
+            if cfg.options.window:
+                here = (i >= skip) & here
+            copy_page(here, target + i * record, source, record, barrier)
 
 
 @cute.jit
@@ -53,7 +56,11 @@ def load_warp(args, shared, lane: Int32, cfg: cutlass.Constexpr) -> None:
             ahead = page_ids(args, row, first + (done + chunk) * per_step + lane, end)
             for q in cutlass.range(cutlass.min(steps - done, chunk), unroll=1):
                 here = cutlass.min(end - first - (done + q) * per_step, per_step)
-                _load_step(args, shared, ids, q * per_step, here, base, slot, phase, cfg)
+                skip = Int32(0)
+                if cutlass.const_expr(cfg.options.window):  # pages wholly before the windows
+                    unseen = (cut.length - cut.span) // cfg.page_size
+                    skip = cutlass.max(cutlass.min(unseen - first - (done + q) * per_step, per_step), 0)
+                _load_step(args, shared, ids, q * per_step, skip, here, base, slot, phase, cfg)
                 slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
         left = left - n
         tile = Int32(0)

@@ -7,11 +7,13 @@ stored times ``PROB_TOP`` in two e4m3 terms (9 bits down to 2^-8 of the tile's h
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from ..common import device, fold, schedule
+from ..common import device, fold, rows, schedule
 from ..common.soft_cap import cap_logit
 from ..hopper import folds
 from ..hopper import softmax as parts
@@ -162,9 +164,47 @@ def load_factors(room, lane, cfg: DecodeConfig, number=0) -> tuple[list, list]:
     return factor, q_sum
 
 
+@dataclass
+class Item:
+    """What the steps of one segment share, of options."""
+
+    soft_cap: Float32 | None  # in base 2
+    beyond: Int32  # tokens of the request after the segment
+    span: Int32 | None  # as in hopper/kernel.py's Item, and the rest
+    q_len: Int32 | None
+    limit: list
+    window: Int32 | None
+
+
+@cute.jit
+def _item(args, request: Int32, head: Int32, cut: schedule.Cut, beyond: Int32, lane: Int32,
+          cfg: cutlass.Constexpr) -> Item:  # fmt: skip
+    limit = []
+    if cutlass.const_expr(cfg.options.rows):
+        item = rows.of_item(args, request, head, cfg.options)
+        for j in cutlass.range_constexpr(cfg.heads_per_thread):
+            limit.append(item.place(lane % 4 + 4 * j).token - cut.q_len)
+    return Item(args.soft_cap_log2, beyond, cut.span, cut.q_len, limit, args.window)
+
+
+@cute.jit
+def _mask(w: list, item: Item, left: Int32, first: Int32, cfg: cutlass.Constexpr) -> list:
+    """Scores of a tile from which on the request has ``left`` tokens, masked where a row sees less than another.
+
+    ``first``: the thread's first token of the tile.
+    """
+    each = [[x for pair in row for x in (pair.low, pair.high)] for row in w]
+    edge = left - item.q_len < TILE_TOKENS - 1
+    if cutlass.const_expr(cfg.options.window):
+        edge = edge | (left > item.window)
+    if edge:
+        each = parts.mask_scores(each, [x + (left - first) for x in item.limit], item.window)
+    return [packed.pairs(row) for row in each]
+
+
 @cute.jit
 def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, stage: tuple, use: tuple,
-          tokens: Int32, cap, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
+          tokens: Int32, item: Item, warp: Int32, lane: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
     """The tiles of one step.
 
     Args:
@@ -174,7 +214,7 @@ def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, stag
         stage: slot and phase of the ring.
         use: buffer and phase of all else.
         tokens: of the segment from this step on.
-        cap: the soft-cap in base 2, or None.
+        item: of :func:`_item`.
     """
     role, barriers, ledger = "softmax", shared.barriers, TensorLedger(cfg)
     k_pair, v_pair, room, probs = places
@@ -183,8 +223,11 @@ def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, stag
     pipeline.wait(barriers, "full", role, slot, phase)
     for i in cutlass.range_constexpr(STEP_TILES):
         at = slot * cfg.stage_bytes + i * cfg.tile_bytes
-        valid = Int32(i * TILE_TOKENS + 32 * warp + lane < tokens)
-        parts.prepare_params(k_pair + at, v_pair + at, room + i * part + 4 * lane, valid, cfg)
+        token = i * TILE_TOKENS + 32 * warp + lane
+        valid = token < tokens
+        if cutlass.const_expr(cfg.options.window):
+            valid = valid & (token >= tokens + item.beyond - item.span)
+        parts.prepare_params(k_pair + at, v_pair + at, room + i * part + 4 * lane, Int32(valid), cfg)
     pipeline.arrive(barriers, "empty", role, slot, lane)  # and the lanes see each other's parameters
     params = [parts.load_params(room + i * part + 16 * (lane // 4), cfg) for i in tiles]
     pipeline.wait_full(barriers, "s_full", role, use)
@@ -202,7 +245,11 @@ def _step(state: tuple, query: tuple, shared, places: tuple, tensor: Int32, stag
             column = column + cfg.columns * unit
         s = tcgen05.load_rows([lane_address(column, warp, half) for half in range(HALVES)], cfg.load_columns)
         left = tokens - (i * TILE_TOKENS + 32 * warp + 4 * (lane // 4)) if folds.v_side(cfg).channel else None
-        w.append(fold_scores(s, params[i], *queries[i], cfg, left, cap))
+        folded = fold_scores(s, params[i], *queries[i], cfg, left, item.soft_cap)
+        if cutlass.const_expr(cfg.options.rows):
+            first = 32 * warp + 4 * (lane // 4)
+            folded = _mask(folded, item, tokens + item.beyond - i * TILE_TOKENS, first, cfg)
+        w.append(folded)
     tcgen05.fence_before()
     pipeline.wait_empty(barriers, "o_empty", role, use)
     top = step_maxima(w, smem.reduction(cfg, shared, use[0]), warp, lane, cfg)
@@ -233,6 +280,7 @@ def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
         cut = schedule.cut_of(args, request, cfg.options)
         n = cutlass.min(left, cut.tiles - tile)
         tokens = walk.tokens_of(cut, tile, n)
+        seen = _item(args, request, head, cut, walk.tokens_left(cut, tile) - tokens, lane, cfg)
         m.fill(parts.LOWEST)
         l.fill(0.0)
         b.fill(0.0)
@@ -241,8 +289,7 @@ def softmax_warp(args, shared, tensor: Int32, warp: Int32, lane: Int32, cfg: cut
             pipeline.wait_full(barriers, "q_full", role, item)
             query = load_factors(smem.reduction(cfg, shared, item[0]), lane, cfg)
         for _ in cutlass.range(walk.steps_of(n), unroll=1):
-            _step((m, l, b), query, shared, places, tensor, (slot, phase), step, tokens, args.soft_cap_log2, warp,
-                  lane, cfg)  # fmt: skip
+            _step((m, l, b), query, shared, places, tensor, (slot, phase), step, tokens, seen, warp, lane, cfg)
             tokens = tokens - STEP_TOKENS
             step = pipeline.after(step)
             slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
