@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import statistics
 import subprocess
@@ -106,6 +107,15 @@ class Step:
             self.q, self.cache.data, self.table, self.lengths, FORMAT.name, PAGE, HEAD_DIM
         )
 
+    @functools.cached_property
+    def channels(self) -> foscar.PagedKVCache:
+        """Its like with K per channel."""
+        fmt = foscar.KVFormat.make(2, k_axis="channel")
+        return foscar.PagedKVCache(self.cache.num_pages, PAGE, KV_HEADS, HEAD_DIM, fmt, self.cache.device)
+
+    def append_channels(self) -> None:
+        self.channels.append(self.k, self.v, self.table, self.lengths - 1)
+
     def append(self) -> None:
         self.cache.append(self.k, self.v, self.table, self.lengths - 1)
 
@@ -176,6 +186,7 @@ def host_rows(step: Step, synchronize: Callable[[], None]) -> Iterator[tuple[str
         ("decode_attention", step.decode),
         ("torch.ops.foscar.decode_attention", step.operator),
         ("cache.append, one token per request", step.append),
+        ("cache.append, the same with K per channel", step.append_channels),
     ):
         median, fastest = microseconds(call, synchronize)
         yield f"host time of {name}", f"{median:.1f} us (fastest {fastest:.1f})"

@@ -4,8 +4,8 @@
         --q-dtypes bfloat16 --out kernels
     FOSCAR_KERNEL_PATH=$PWD/kernels FOSCAR_JIT=0 python serve.py
 
-Every combination of the lists is made: a decode kernel, the combine kernel of its head_dim and type and, per token, the
-append kernel of its format, head_dim and page size for k and v of q's type.  The folder has the disk cache's
+Every combination of the lists is made: a decode kernel, the combine kernel of its head_dim and type and the append
+kernel of its format, head_dim and page size for k and v of q's type.  The folder has the disk cache's
 own format (:mod:`foscar.common.jit`); what is there already is kept.  Compiling needs nvidia-cutlass-dsl and no GPU.
 The sources are part of a kernel's identity: compile from the version that will run.
 """
@@ -113,8 +113,7 @@ def plan(
         config = module.DecodeConfig(layout.kernel_format, layout.padded_head_dim, page, padded, dtype, tile, wanted)
         for name, part, builder, _ in kernels(config):
             yield Job(name, part, arch, builder)
-        if append_config.per_token(fmt):
-            yield Job(append_config.NAME, AppendConfig(fmt, dim, page, dtype), arch, append_config.BUILDER)
+        yield Job(append_config.NAME, AppendConfig(fmt, dim, page, dtype), arch, append_config.BUILDER)
 
 
 # ---------------------------------------------------------------------------------------------- building

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.append_checks import EmulatedAppend, GpuAppend, cache_of, hard_rows, rows_of
 from support.compare import assert_equal
-from support.gpu_kernels import APPENDS
+from support.gpu_kernels import APPENDS, CHANNEL_APPENDS
 from support.inputs import indptr_of, int32, shuffled_table
 from support.runners import why_no_gpu
 
@@ -73,6 +73,94 @@ def test_the_bytes_of_the_torch_path(config, append):
     check_bytes(config, append)
 
 
+# ---------------------------------------------------------------------------------------------- token groups
+def check_groups(config: AppendConfig, append) -> None:
+    """Groups begun, gone on with inside and beyond their range, whole and over several pages; empty requests; then a
+    decode step over each of them; rows that are hard to quantize, over random bytes."""
+    layout, page = config.layout, config.page_size
+    group = max(g for f, g in ((config.format.k, layout.k_group), (config.format.v, layout.v_group))
+                if f.axis == "channel")  # fmt: skip
+    steps = [[3, 0, group + 5, group - 1], [2, 1, 0, 1], [group, 7, group, 2], None, [18, 0, 0, 0], None]
+    total = 3 * group + 40
+    pages = 4 * -(-total // page)
+    table = shuffled_table([total] * 4, page, pages, 3)
+    got, want = cache_of(config, pages), cache_of(config, pages)
+    lengths = int32([0] * 4)
+    for i, sizes in enumerate(steps):
+        n, indptr = (4, None) if sizes is None else (sum(sizes), indptr_of(sizes))
+        k, v = (x[:n] for x in rows_of(config, max(n, 18), 2, seed=5 + i))
+        if i % 2:  # within most channels' range, so that they keep their pairs
+            k.clamp_(-1, 1), v.clamp_(-1, 1)  # in place: views with strides
+        append(config, got, k, v, table, lengths, indptr)
+        before = want.data.clone()
+        want.append(k, v, table, lengths, indptr, check=False)
+        assert not torch.equal(want.data, before)
+        assert_same_records(got, want)
+        lengths = lengths + (1 if sizes is None else int32(sizes))
+
+
+@on_both
+@pytest.mark.parametrize("config", CHANNEL_APPENDS, ids=ids)
+def test_the_bytes_of_token_groups(config, append):
+    check_groups(config, append)
+
+
+@on_both
+@pytest.mark.parametrize("config", CHANNEL_APPENDS[:2], ids=ids)
+def test_token_groups_of_many_requests(config, append):
+    """Every place in the search for a group's request, with empty requests in between."""
+    sizes = [(b * 7) % 5 * 9 for b in range(23)]
+    total = 36 + 60
+    per = -(-total // config.page_size)
+    table = torch.randperm(23 * per, generator=torch.Generator().manual_seed(2)).int().view(23, per)
+    got, want = cache_of(config, 23 * per, 1), cache_of(config, 23 * per, 1)
+    lengths = int32([0] * 23)
+    for i in range(2):
+        k, v = rows_of(config, sum(sizes), 1, seed=3 + i)
+        append(config, got, k, v, table, lengths, indptr_of(sizes))
+        want.append(k, v, table, lengths, indptr_of(sizes), check=False)
+        assert_same_records(got, want)
+        lengths = lengths + int32(sizes)
+        sizes = sizes[::-1]
+
+
+@on_both
+def test_token_groups_without_a_place_are_skipped(append):
+    """Of both sides; K's group of two pages with one of them outside the cache is skipped whole."""
+    config = AppendConfig(KVFormat.parse("k4c32v2c32"), 64, 16)
+    pages = 6
+    table = int32([[0, 1], [2, -1], [pages, 3], [4, 5], [4, 5]])
+    starts, sizes = [32, 0, 0, 0, -1], [2, 20, 20, 20, 3]
+    k, v = rows_of(config, sum(sizes), 2, seed=1)
+    got, want = cache_of(config, pages), cache_of(config, pages)
+    append(config, got, k, v, table, int32(starts), indptr_of(sizes))
+    want.append(k[42:62], v[42:62], table[3:4], int32([0]), int32([0, 20]), check=False)
+    assert_same_records(got, want)
+
+
+GROUP_BUGS = {
+    "extremes without NaN": (r"(min|max)\.NaN", r"\1"),
+    "no share of other lanes": (r"shfl\.sync\.bfly\.b32 \t(%r\d+), (%r\d+), 16,.*;", r"mov.b32 \1, \2;"),
+    "another NaN": (r", 2113929216,", ", 2113994752,"),
+    "scale of a constant channel": (r"selp\.b32 \t(%r\d+), 1,", r"selp.b32 \t\1, 2,"),
+    "no byte": (r"st\.global\.b8.*;", ""),
+    "values above the range": (r"setp\.le\.f32", "setp.ge.f32"),
+}
+
+
+@pytest.mark.skipif(jit.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+@pytest.mark.parametrize("bug", GROUP_BUGS)
+def test_planted_bugs_in_token_groups_are_seen(bug):
+    def mutate(ptx: str) -> str:
+        changed, count = re.subn(*GROUP_BUGS[bug], ptx)
+        assert count, "nothing to change"
+        return changed
+
+    with pytest.raises(AssertionError, match="byte"):
+        check_groups(CHANNEL_APPENDS[2], EmulatedAppend(mutate))
+
+
+# ---------------------------------------------------------------------------------------------- planted bugs
 BUGS = {  # in the PTX: a pattern and what takes its place, everywhere
     "extremes without NaN": (r"(min|max)\.NaN", r"\1"),
     "a minimum of -0": (r"add(\.rn\.f32 %r\d+, %r\d+, %r\d+;\n(?:.*\n){2}.*cvt\.rn\.f16)", r"sub\1"),
@@ -195,8 +283,8 @@ def test_what_is_left_to_torch():
         return append_launch.config_of(PagedKVCache(2, 16, 2, 128, fmt), k, v)
 
     assert config() == AppendConfig(KVFormat.int2(), 128, 16)
-    assert config(KVFormat.make(2, k_axis="channel")) is None
-    assert config(KVFormat.make(4, v_axis="channel")) is None
+    channel = KVFormat.make(2, k_axis="channel")
+    assert config(channel) == AppendConfig(channel, 128, 16)
     assert config(v=k.half()) is None and config(k=k.double(), v=k.double()) is None
     last = torch.zeros(2, 2, 128, 2, dtype=torch.bfloat16)[..., 0]
     assert config(k=last) is None and config(v=last) is None
@@ -206,7 +294,7 @@ def test_what_is_left_to_torch():
 
 def test_configs_that_there_is_no_kernel_for():
     for fmt, dim, page, dtype in (
-        (KVFormat.make(2, k_axis="channel"), 128, 64, "bfloat16"),
+        (KVFormat.make(2, k_axis="channel", k_group=48), 128, 64, "bfloat16"),
         (KVFormat.int2(), 72, 64, "bfloat16"),
         (KVFormat.int2(), 128, 48, "bfloat16"),
         (KVFormat.int2(), 128, 64, "float64"),

@@ -37,24 +37,19 @@ PARAMETERS: dict[str, str] = {
 }
 
 
-def per_token(format: KVFormat) -> bool:
-    """Whether there is an append kernel for a format."""
-    return format.k.axis == format.v.axis == "token"
-
-
 @dataclass(frozen=True)
 class AppendConfig:
     """One append kernel.
 
     Args:
-        format: of the cache, K and V per token.
+        format: of the cache.
         head_dim: the caller's, of k and v.
         page_size: tokens.
         dtype: of k and v: "bfloat16", "float16" or "float32".
         vector: whether every row of k and v begins at a multiple of ``CHANNELS`` elements: 4 of them per load.
 
     Raises:
-        FormatError: an axis, head_dim, page_size or dtype that there is no append kernel for.
+        FormatError: a head_dim, page_size or dtype that there is no append kernel for.
     """
 
     format: KVFormat
@@ -64,8 +59,6 @@ class AppendConfig:
     vector: bool = True
 
     def __post_init__(self) -> None:
-        if not per_token(self.format):
-            raise FormatError(f"the append kernel takes K and V per token, not {self.format.name}")
         if self.dtype not in DTYPES:
             raise FormatError(f"k and v must be one of {tuple(DTYPES)}, not {self.dtype!r}")
         self.layout  # noqa: B018 (raises for what has no record)
@@ -78,7 +71,18 @@ class AppendConfig:
         """Threads that share a row (one token of one head) of K or V: a power of two, at most a warp."""
         return row_bytes // CHANNELS
 
-    def grid(self, n: int, kv_heads: int) -> tuple[int, int, int]:
-        """Blocks for ``n`` > 0 tokens: [tokens, KV heads, K and V]."""
-        lanes = max(self.lanes(self.layout.k_row_bytes), self.lanes(self.layout.v_row_bytes))
-        return -(-n * lanes // THREADS), kv_heads, 2
+    def grid(self, n: int, kv_heads: int, batch: int, ragged: bool) -> tuple[int, int, int]:
+        """Blocks for ``n`` > 0 tokens of ``batch`` requests: [tokens or token groups, KV heads, K and V].
+
+        Without ``ragged`` each request has one token.
+        """
+        x, threads = self.layout, []
+        for f, row_bytes, group in (
+            (self.format.k, x.k_row_bytes, x.k_group),
+            (self.format.v, x.v_row_bytes, x.v_group),
+        ):
+            if f.axis == "token":
+                threads.append(n * self.lanes(row_bytes))
+            else:  # a warp for each place that append_rows.first_item leaves for a token group
+                threads.append(32 * (n // group + 2 * batch if ragged else batch))
+        return -(-max(threads) // THREADS), kv_heads, 2

@@ -1,8 +1,8 @@
 """Launching the append kernel: which appends it takes, and its arguments.
 
-It takes appends on a GPU whose cache is per token on both sides, with k and v of one of its types whose last dimension
-is contiguous, unchecked.  All others, and those for which there is no compiled kernel and nothing to compile one with,
-are torch operations (append.py) that write the same bytes.
+It takes appends on a GPU, with k and v of one of its types whose last dimension is contiguous, unchecked.  All others,
+and those for which there is no compiled kernel and nothing to compile one with, are torch operations (append.py) that
+write the same bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import torch
 
 from . import jit
-from .append_config import BUILDER, CHANNELS, DTYPES, MAX_HEADS, NAME, PARAMETERS, AppendConfig, per_token
+from .append_config import BUILDER, CHANNELS, DTYPES, MAX_HEADS, NAME, PARAMETERS, AppendConfig
 from .errors import CompileError, MissingDependencyError, UnsupportedDeviceError
 from .launch import current_stream, device_arch, load_kernel
 
@@ -33,8 +33,8 @@ def config_of(cache, k: torch.Tensor, v: torch.Tensor) -> AppendConfig | None:
 
 
 @functools.cache
-def _config(format, *shape) -> AppendConfig | None:
-    return AppendConfig(format, *shape) if per_token(format) else None
+def _config(format, *shape) -> AppendConfig:
+    return AppendConfig(format, *shape)
 
 
 def launch_values(
@@ -69,7 +69,7 @@ def launch_values(
         "max_pages": block_table.shape[1],
         "num_pages": cache.num_pages,
     }
-    return values, config.grid(n, cache.num_kv_heads)
+    return values, config.grid(n, cache.num_kv_heads, values["batch"], indptr is not None)
 
 
 class AppendKernel:
@@ -104,7 +104,8 @@ def kernel(config: AppendConfig, device: torch.device) -> AppendKernel | None:
 def launch(cache, k, v, block_table, seq_lens, indptr) -> bool:
     """Append by one launch (arguments are checked); False where it is not the kernel's, and nothing was done.
 
-    Rows whose position is negative or beyond the block table, or whose page id is outside the cache, are skipped.
+    Rows whose position is negative or beyond the block table, or whose page id is outside the cache, are skipped; per
+    channel, with all new rows of their token group.
     """
     config = config_of(cache, k, v)
     ready = None if config is None else kernel(config, cache.device)

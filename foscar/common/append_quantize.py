@@ -36,6 +36,7 @@ class Side:
     params: str
     byte: object  # the record's byte of (token, row byte)
     param: object  # the record's pair of (token, channel)
+    together: bool  # whether the bytes of a word of a row are a word of the record
 
     @classmethod
     def of(cls, cfg: AppendConfig, name: str) -> Side:
@@ -44,7 +45,8 @@ class Side:
         group, row_bytes, byte, param = (
             getattr(layout, f"{name}_{what}") for what in ("group", "row_bytes", "byte", "param")
         )
-        return cls(f.bits, group, row_bytes, cfg.lanes(row_bytes), cfg.head_dim, cfg.format.params, byte, param)
+        lanes, together = cfg.lanes(row_bytes), name == "k"
+        return cls(f.bits, group, row_bytes, lanes, cfg.head_dim, cfg.format.params, byte, param, together)
 
     @property
     def positions(self) -> int:
@@ -69,34 +71,34 @@ def _endless(bits, dtype: str):
     return (bits & Uint32(0x7FFF)) >= Uint32(INFINITY[dtype])
 
 
-def _select(condition, a, b) -> Uint32:
+def select(condition, a, b) -> Uint32:
     return Uint32(cutlass.select_(condition, a, b))
 
 
 def _below(bits) -> Uint32:
     """The next smaller value of a finite 16-bit float (quantize._below)."""
-    smaller = _select(bits == Uint32(0), Uint32(0x8001), bits - Uint32(1))
-    return _select(bits < Uint32(0x8000), smaller, bits + Uint32(1))
+    smaller = select(bits == Uint32(0), Uint32(0x8001), bits - Uint32(1))
+    return select(bits < Uint32(0x8000), smaller, bits + Uint32(1))
 
 
-def _fit(lo, hi, max_code: int, dtype: str):
+def fit(lo, hi, max_code: int, dtype: str):
     """quantize.fit_parameters: the bits of scale and bias, and whether all codes are 0."""
     steps = Float32(max_code)
     near = device.to_half(lo, dtype)
     wide = _wide(near, dtype)
     step = _wide(device.to_half(device.arith("div.rn", device.arith("sub.rn", hi, wide), steps), dtype), dtype)
     above = device.arith("sub.rn", wide, lo) > device.arith("mul.rn", step, Float32(0.5))
-    bias = _select(above, _below(near), near)
+    bias = select(above, _below(near), near)
     span = device.arith("sub.rn", hi, _wide(bias, dtype))
     scale = device.to_half(device.arith("div.rn", span, steps), dtype)
     short = device.arith("mul.rn", _wide(scale, dtype), Float32(max_code + 0.5)) < span
-    scale = _select(short, (scale & Uint32(0x7FFF)) + Uint32(1), scale)
+    scale = select(short, (scale & Uint32(0x7FFF)) + Uint32(1), scale)
     constant = lo == hi
-    bias = _select(constant, near, bias)
+    bias = select(constant, near, bias)
     bad = _endless(near, dtype) | (_endless(scale, dtype) & (lo != hi))
     empty = constant | bad
-    scale = _select(empty, Uint32(SMALL[dtype]), scale)
-    return scale, _select(bad, Uint32(NAN[dtype]), bias), empty
+    scale = select(empty, Uint32(SMALL[dtype]), scale)
+    return scale, select(bad, Uint32(NAN[dtype]), bias), empty
 
 
 @dataclass
@@ -133,6 +135,12 @@ def _code(x, bias, divisor: Divisor, max_code: int) -> Uint32:
     return device.arith("add.rn", q, Float32(2.0**23)).bitcast(Uint32)
 
 
+def add_code(word, x, bias, divisor: Divisor, max_code: int, shift: int) -> Uint32:
+    """``word`` with the code of ``x`` at bit ``shift``."""
+    word = word + (_code(x, bias, divisor, max_code) << shift)
+    return word - Uint32(TWO_23 << shift & 0xFFFFFFFF)
+
+
 def quantize(x, j, side: Side):
     """Thread ``j``'s word of the packed row, and (first channel, pair as a word) of every group that it has part in."""
     per = max(1, side.group // side.row_bytes)  # positions of a group
@@ -143,21 +151,20 @@ def quantize(x, j, side: Side):
         lo = device.butterfly(device.min_nan, device.tree(device.min_nan, values), offsets)
         hi = device.butterfly(device.max_nan, device.tree(device.max_nan, values), offsets)
         lo = device.arith("add.rn", lo, Float32(0.0))  # -0 is 0
-        scale, bias, empty = _fit(lo, hi, side.max_code, side.params)
+        scale, bias, empty = fit(lo, hi, side.max_code, side.params)
         divisor, wide_bias = Divisor.of(_wide(scale, side.params), side.params), _wide(bias, side.params)
         for p in range(first, first + per):
             part = Uint32(0)
             for c in range(CHANNELS):
                 shift = 8 * c + side.bits * p
-                part = part + (_code(x[p][c], wide_bias, divisor, side.max_code) << shift)
-                part = part - Uint32(TWO_23 << shift & 0xFFFFFFFF)
+                part = add_code(part, x[p][c], wide_bias, divisor, side.max_code, shift)
             channel = p * side.row_bytes + CHANNELS * j
             unused = empty | (channel >= side.head_dim) if side.padded else empty
-            word = word | _select(unused, Uint32(0), part)
+            word = word | select(unused, Uint32(0), part)
         channel = first * side.row_bytes + (CHANNELS * j if side.group < side.row_bytes else 0 * j)
         start = channel // side.group * side.group
         pair = scale | (bias << 16)
         if side.padded:  # a group of padding alone
-            pair = _select(start >= side.head_dim, Uint32(SMALL[side.params]), pair)
+            pair = select(start >= side.head_dim, Uint32(SMALL[side.params]), pair)
         pairs.append((start, pair))
     return word, pairs

@@ -113,16 +113,17 @@ class PagedKVCache:
         Request ``b`` gets rows ``indptr[b] : indptr[b + 1]`` of ``k`` and ``v`` (without ``indptr``: row ``b``) at its
         positions ``seq_lens[b], seq_lens[b] + 1, ...``.  Nothing is written if an error is raised on the CPU.
 
-        Axis "token": no byte but the new tokens' is written, and on CUDA the host does not wait for the device.  There,
-        unchecked, with k and v of one of bfloat16, float16 and float32 and a contiguous last dimension, it is one
-        kernel of :mod:`foscar.common.append_kernel`; where it can be neither found nor compiled, torch operations write
-        the same bytes (said once, by a log line).
+        On CUDA, unchecked, with k and v of one of bfloat16, float16 and float32 and a contiguous last dimension, it is
+        one kernel of :mod:`foscar.common.append_kernel`, for which the host does not wait; where it can be neither
+        found nor compiled, torch operations write the same bytes (said once, by a log line), per channel waiting for
+        the lengths.
+        Axis "token": no byte but the new tokens' is written.
         Axis "channel": a token group (counted from the request's token 0) may be filled bit by bit.  Where the new
         values of a channel lie within the group's present range, its parameters and old codes stay bit for bit;
         elsewhere the channel is quantized again from its *dequantized* old values and the new ones, which loses up to
         half a step each time, and the losses add up: after many, an old value can be off by nearly the group's whole
         range (measured: 0.95 after 128 values rising from 0 to 1, appended one by one at INT2).  Append whole groups.
-        A group whose codes are all 0 holds one value, which is its range.  The host waits for the lengths.
+        A group whose codes are all 0 holds one value, which is its range.
         Requests must not share the page or the token group that they append to: a group's parameters lie in all of its
         pages, also in those below the length, and may change with its later tokens.
 
@@ -139,7 +140,8 @@ class PagedKVCache:
             ValueError: types, shapes or devices; on the CPU also page ids outside the cache, positions outside the
                 block table, a bad ``indptr``, values as above, and a token group per channel that another request of
                 the batch shares and that has tokens already.  On CUDA the kernel skips a token whose position or
-                page id is outside; torch operations stop in a device assertion.
+                page id is outside (per channel, the new tokens of its group); torch operations stop in a device
+                assertion.
         """
         if torch.compiler.is_compiling():
             return traced.append(self, k, v, block_table, seq_lens, indptr, check)

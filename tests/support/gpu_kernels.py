@@ -151,6 +151,24 @@ APPENDS = (
     _append(4, 2, 112, 128, BF16, 32, None, BF16),
 )
 
+
+def _groups(name, head_dim, page_size, dtype, vector=True):
+    return AppendConfig(KVFormat.parse(name), head_dim, page_size, dtype, vector)
+
+
+# Per channel, on either side and both: groups below, of and beyond a page, every head_dim, type and number of lanes.
+CHANNEL_APPENDS = (
+    _groups("k2c32v2t32", 64, 16, BF16),
+    _groups("k2c64v2", 128, 64, BF16),
+    _groups("k4c16v2c32", 64, 16, BF16),
+    _groups("k4c32v2c32", 64, 16, BF16),
+    _groups("k2cv4c-bf16", 128, 32, FP16),
+    _groups("k4c128v4c16", 256, 64, FP32),
+    _groups("k2v4c32", 96, 32, FP16, False),
+    _groups("k4c32v2c48-bf16", 80, 16, BF16),
+    _groups("k2c16v2c128", 112, 128, FP32),
+)
+
 Q_TYPES = {BF16: torch.bfloat16, FP16: torch.float16}
 
 
@@ -189,9 +207,9 @@ def with_heads(group: int) -> DecodeConfig:
 
 def appends() -> list[AppendConfig]:
     """APPENDS, and what the caches of the decode tests are filled with."""
-    made = [c for c in (*KERNELS, *OPTIONS) if append_config.per_token(c.format)]
+    made = (*KERNELS, *OPTIONS)
     decode = (AppendConfig(c.format, c.head_dim, c.page_size, dtype) for c in made for dtype in Q_TYPES)
-    return list(dict.fromkeys((*APPENDS, *decode)))
+    return list(dict.fromkeys((*APPENDS, *CHANNEL_APPENDS, *decode)))
 
 
 def jobs() -> list[tuple[str, object, str]]:
