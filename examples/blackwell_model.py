@@ -2,26 +2,29 @@
 
     python examples/blackwell_model.py           the table (markdown), from the SASS counts and the ledgers
 
-A model, not a measurement: resources overlap perfectly, latencies are hidden, waits cost one try.  The fraction of the
-memory's speed is the HBM column over the largest one.
+A model, not a measurement: resources overlap perfectly, latencies are hidden, waits cost one try.  ``of 8 TB/s`` is the
+HBM column over the largest one; ``over BF16`` what the largest column comes to over a BF16 cache read at the memory's
+full speed; ``published`` the measured speed-up over FlashInfer's BF16, and the cycles of a tile that is, were that BF16
+read at full speed.  docs/performance.md has the table; tests/test_blackwell_sass.py compares them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from count_blackwell import TILES, counts_of, loops_of
-from count_instructions import configs, find_nvdisasm, run
-from model_table import ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES, Resources, print_table, shared_access
+from count_blackwell import TILES, all_configs, counts_of, loops_of
+from count_instructions import find_nvdisasm, run
+from model_table import ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES, Resources, shared_access, table
 
 from foscar.blackwell.config import ROLES, TILE_TOKENS, DecodeConfig
+from foscar.hopper import folds
 
 # B200: 148 SMs at 1.965 GHz, 8 TB/s (2.39 times an H100's 3.35 TB/s, with 11 % more issue slots).
 SMS, CLOCK, HBM = 148, 1.965e9, 8.0e12
 SHARED = 128  # bytes a clock of one SM
 TENSOR_MEMORY = 4 * 128  # bytes a clock of one SM: every quarter of 32 lanes gives or takes 4 bytes a lane (assumed)
 MMA_BYTES = 256  # of A a clock: what a tcgen05.mma of small N is assumed to be bound by, whatever its type
-# Bytes of BF16 per token against ours, and the published speed-ups over FlashInfer's BF16 on a B200.
+# The published speed-ups over FlashInfer's BF16 on a B200, geometric means.
 PUBLISHED = {"int2": 2.67, "int4": 2.30}
 
 
@@ -57,8 +60,8 @@ def _k_bytes(config: DecodeConfig) -> float:
 
 
 def _k_products(config: DecodeConfig) -> int:
-    """How often K is multiplied: with every digit of a term of Q."""
-    return config.digit_steps or 1
+    """How often K is multiplied: with every digit of a term of Q, or every pair of terms, of every unit's Q."""
+    return (config.digit_steps or config.byte_steps) * folds.k_side(config).units
 
 
 def tile(config: DecodeConfig) -> Tile:
@@ -66,18 +69,19 @@ def tile(config: DecodeConfig) -> Tile:
     counts = counts_of(loops)
 
     def busiest(key: str) -> float:
-        """Wide roles have a warp on every scheduler; load and mma sit on different ones."""
+        """Wide roles have a warp on every scheduler; load, mma and both query warps sit on different ones."""
         wide = sum(c[key] for role, c in counts.items() if ROLES[role] == 4)
         return wide + max(c[key] for role, c in counts.items() if ROLES[role] < 4)
 
     k, v = TILE_TOKENS * _k_bytes(config), TILE_TOKENS * config.head_dim  # bytes of the unpacked operands
     read = k * _k_products(config) + v  # by the tensor cores
-    sums = 4 * TILE_TOKENS * config.columns
+    # Scores of every unit are written, a warp's own read; products with V written and read.
+    sums = 4 * TILE_TOKENS * config.columns * (folds.k_side(config).units + 1 + 2 * folds.v_side(config).units)
     per_sm = HBM / SMS / CLOCK
     return Tile(
         hbm=config.tile_bytes / per_sm,
         shared=_shared_bytes(config, loops) / SHARED,
-        tensor_memory=(k + v + read + 2 * 2 * sums) / TENSOR_MEMORY,
+        tensor_memory=(k + v + read + sums) / TENSOR_MEMORY,
         tensor_cores=read / MMA_BYTES,
         issue=busiest("total"),
         integer=busiest("alu") * ALU_CYCLES,
@@ -86,16 +90,23 @@ def tile(config: DecodeConfig) -> Tile:
     )
 
 
+def row(name: str, config: DecodeConfig) -> tuple[str, Tile, tuple[str, ...]]:
+    t = tile(config)
+    bf16 = t.hbm * 4 * config.head_dim / config.layout.bytes_per_token
+    speed_up = PUBLISHED.get(name.split()[0])
+    published = f"{speed_up:.2f}, {bf16 / speed_up:.0f} cycles" if speed_up else ""
+    return name, t, (f"{t.fraction:.0%}", f"{bf16 / t.cycles:.2f}", published)
+
+
+def model() -> str:
+    """The table."""
+    rows = (row(name, config) for name, config in all_configs().items())
+    return table("cycles of 128 tokens", Tile, ("of 8 TB/s", "over BF16", "published"), rows)
+
+
 def main() -> None:
     find_nvdisasm()  # before anything is compiled
-
-    def row(name: str, config: DecodeConfig) -> tuple[str, Tile, tuple[str, str]]:
-        t = tile(config)
-        bf16 = 4 * config.head_dim / config.layout.bytes_per_token
-        return name, t, (f"{t.fraction:.0%}", f"{PUBLISHED[name.split()[0]] / bf16:.0%} of BF16's")
-
-    rows = (row(name, config) for name, config in configs(DecodeConfig).items())
-    print_table("kernel", Tile, ("of 8 TB/s", "published implies"), rows)
+    print(model())
 
 
 if __name__ == "__main__":

@@ -17,14 +17,25 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from count_instructions import HEAD_DIM, SLACK, configs, count, disassemble, run
+from count_instructions import HEAD_DIM, HEADS, PAGE, SLACK, configs, count, disassemble, run
 
 from foscar.blackwell.config import ARCHS, BUFFERS, ROLES, STEP_TILES, TILE_TOKENS, DecodeConfig
 from foscar.blackwell.decode import kernels
 from foscar.common import jit
+from foscar.common.formats import KVFormat
+from foscar.hopper import folds
 
 BUDGET = Path(__file__).resolve().parents[1] / "tests" / "blackwell_budget.json"
 
+# Beside the plain formats: names of KVFormat, and for which numbers of heads.
+FOLDS = {
+    "k2c128v2": HEADS,
+    "k2v2c128": HEADS,
+    "k2c128v2c128": HEADS,
+    "k4c128v4": (8,),
+    "k4v4c128": (8,),
+    "k4c128v4c128": (8,),
+}
 # What only one role's loop over tiles holds: instructions that must be there, and that must not.
 MARKS = {
     "load": ({"UBLKCP"}, set()),
@@ -32,6 +43,7 @@ MARKS = {
     "unpack": ({"STTM"}, set()),
     "softmax": ({"LDTM", "STS", "MUFU"}, set()),
     "correct": ({"LDTM", "MUFU"}, {"STS"}),
+    "query": ({"SHFL", "STS", "SYNCS"}, {"LDTM", "STG"}),
 }
 TILES = {role: STEP_TILES * (BUFFERS if role == "mma" else 1) for role in MARKS}  # of a pass of the loop
 CLASSES = ("alu", "fma", "mufu", "lds", "sts", "tensor", "sync", "uniform", "other")
@@ -85,8 +97,20 @@ class Loop:
         return [text for text in self.instructions if text.split()[0].split(".")[0] in ("LDL", "STL")]
 
 
-def role_loops(sass: str) -> dict[str, Loop]:
-    """The tile loop of every role of MARKS.
+def all_configs() -> dict[str, DecodeConfig]:
+    """What is counted, by name."""
+    more = {(name, heads): KVFormat.parse(name) for name, some in FOLDS.items() for heads in some}
+    made = {f"{name} heads {heads}": DecodeConfig(f, HEAD_DIM, PAGE, heads) for (name, heads), f in more.items()}
+    return {**configs(DecodeConfig), **made}
+
+
+def roles_of(config: DecodeConfig) -> tuple[str, ...]:
+    """Those with a loop over tiles: without K per channel the query warps walk items."""
+    return tuple(role for role in MARKS if role != "query" or folds.k_side(config).channel)
+
+
+def role_loops(sass: str, roles: tuple[str, ...]) -> dict[str, Loop]:
+    """The tile loop of every one of ``roles``.
 
     Raises:
         ValueError: a role has none, so the kernel is not what this script was written for.
@@ -104,7 +128,8 @@ def role_loops(sass: str) -> dict[str, Loop]:
                 spans.append((labels[target[1]], len(texts)))
     loops = sorted((Loop(tuple(texts[a:b])) for a, b in spans), key=lambda loop: len(loop.instructions))
     result = {}
-    for role, (present, absent) in MARKS.items():
+    for role in roles:
+        present, absent = MARKS[role]
         fitting = [x for x in loops if present <= set(x.roots) and not absent & set(x.roots)]
         if not fitting:
             raise ValueError(f"no loop of the {role} warps (one with {sorted(present)}, without {sorted(absent)})")
@@ -114,7 +139,7 @@ def role_loops(sass: str) -> dict[str, Loop]:
 
 def loops_of(config: DecodeConfig, arch: str = ARCHS[0]) -> dict[str, Loop]:
     name, part, builder, _ = kernels(config)[0]
-    return role_loops(disassemble(jit.load_or_compile(name, part, arch, builder).cubin))
+    return role_loops(disassemble(jit.load_or_compile(name, part, arch, builder).cubin), roles_of(config))
 
 
 def counts_of(loops: dict[str, Loop]) -> dict[str, dict[str, float]]:
@@ -153,7 +178,7 @@ def excess(name: str, counts: dict, budget: dict) -> list[str]:
     """What is over the budget, as text."""
     return [
         f"{name} {role}: {key} {counts[role][key]} instructions a tile, budget {budget[role][key]} + {SLACK:.0%}"
-        for role in MARKS
+        for role in budget
         for key in ("total", "masks", "tensor")
         if counts[role][key] > budget[role][key] * (1 + SLACK)
     ]
@@ -170,7 +195,7 @@ def measure(name: str, config: DecodeConfig) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    measures = {name: lambda n=name, c=c: measure(n, c) for name, c in configs(DecodeConfig).items()}
+    measures = {name: lambda n=name, c=c: measure(n, c) for name, c in all_configs().items()}
     count(__doc__, BUDGET, measures, table)
 
 

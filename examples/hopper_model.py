@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from count_instructions import configs, find_nvdisasm, loop_of, run
-from model_table import ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES, Resources, print_table, shared_access
+from model_table import ALU_CYCLES, FMA_CYCLES, MUFU_CYCLES, Resources, shared_access, table
 
 from foscar.hopper.config import TILE_TOKENS, DecodeConfig
 
@@ -88,7 +88,7 @@ def main() -> None:
         return name, t, (f"{bound:.0f}", f"{got:.0f} ({got / bound:.0%})" if got else "-")
 
     rows = (row(name, config) for name, config in configs().items())
-    print_table(f"cycles of {TILE_TOKENS} tokens", Tile, ("bound, GB/s", "measured"), rows)
+    print(table(f"cycles of {TILE_TOKENS} tokens", Tile, ("bound, GB/s", "measured"), rows))
 
 
 if __name__ == "__main__":

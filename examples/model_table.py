@@ -27,10 +27,10 @@ def shared_access(instructions: Iterable[str]) -> int:
     return sum(32 * _LANE_BYTES.get(op[-1], 4) for op in split if op[0] in ("LDS", "STS"))
 
 
-def print_table(first: str, kind: type, more: tuple[str, ...], rows: Iterable[tuple[str, Resources, tuple[str, ...]]]):
+def table(first: str, kind: type, more: tuple[str, ...], rows: Iterable[tuple[str, Resources, tuple[str, ...]]]) -> str:
     """Markdown: a row's name, its cycles, what binds, and ``more`` columns."""
     names = [f.name for f in dataclasses.fields(kind)]
-    print(f"| {' | '.join((first, *names, 'binds', *more))} |")
-    print("|---" * (len(names) + 2 + len(more)) + "|")
+    lines = [(first, *names, "binds", *more), ("---",) * (len(names) + 2 + len(more))]
     for name, tile, rest in rows:
-        print(f"| {' | '.join((name, *(f'{getattr(tile, n):.0f}' for n in names), tile.binding, *rest))} |")
+        lines.append((name, *(f"{getattr(tile, n):.0f}" for n in names), tile.binding, *rest))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
