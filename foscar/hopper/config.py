@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..common.config import ConfigError, check_problem, check_tile_fields
-from ..common.errors import FormatError
 from ..common.formats import KVFormat, RecordLayout
 from ..common.plan import PLAIN, TILE_TOKENS, KernelOptions
 from ..common.tensor_format import PADDED_HEAD_DIMS
@@ -69,12 +68,6 @@ class DecodeConfig:
             raise TypeError(f"tile must be a foscar.TileConfig, not {type(self.tile).__name__}")
         if not isinstance(self.options, KernelOptions):
             raise TypeError(f"options must be KernelOptions, not {type(self.options).__name__}")
-        if self.options.window and (not folds.k_side(self).plain or folds.v_side(self).channel):
-            # Pages before a window are not loaded: parameters that other tokens share may be missing.
-            raise FormatError(
-                f"the Hopper kernel takes a window with K per token in one group and V per token, "
-                f"not with {self.format.name}; backend='torch' takes both"
-            )
         self.check()
 
     # ---- derived sizes
