@@ -16,17 +16,11 @@ from .blackwell.decode import decoder as blackwell_decoder
 from .checks import (
     BACKENDS,
     Q_DTYPES,
-    check_int32,
-    check_lse_base,
-    check_query,
+    check_call,
     check_result,
-    check_scale,
     check_tile,
-    check_types,
     check_values,
-    check_variant,
     require,
-    with_sinks,
 )
 from .common import traced
 from .common.cache import PagedKVCache
@@ -104,9 +98,14 @@ def _backend(name: str, cache: PagedKVCache) -> str:
     return name
 
 
+def on_torch(backend: str, cache: PagedKVCache) -> bool:
+    """Whether a call over ``cache`` takes the torch backend."""
+    return _backend(backend, cache) == "torch"
+
+
 def takes_windows(backend: str, cache: PagedKVCache) -> bool:
     """Whether the kernels of a call attend over tokens in 16 bits (options.ExactTokens) too: Hopper's do."""
-    return _backend(backend, cache) == "cuda" and device_arch(cache.device) == ARCH
+    return not on_torch(backend, cache) and device_arch(cache.device) == ARCH
 
 
 def kernels_for(
@@ -119,7 +118,7 @@ def kernels_for(
     variant: Variant,
 ) -> HopperDecode | None:
     """What a call launches, compiled and loaded on first use; None for the torch backend and for no requests."""
-    if _backend(backend, cache) == "torch" or batch == 0:
+    if on_torch(backend, cache) or batch == 0:
         return None
     return _load(cache, heads, dtype, tile, variant)
 
@@ -161,7 +160,8 @@ def decode_into(q, cache, tables, sm_scale, out, lse, lse_base, kernels, buffers
             log_sum.copy_(lse)
     query = torch.nn.functional.pad(q, (0, padding)) if padding else _readable(q)
     bound = kernels.bind(query, cache, tables, target, log_sum, buffers, sm_scale, lse_base, variant)
-    bound(query, cache.data, target, log_sum, variant.sinks)
+    windows = variant.exact.windows if variant.exact else ()
+    bound(query, cache.data, target, log_sum, variant.sinks, windows)
     if target is not out:
         out.copy_(target[..., : cache.head_dim])
     if log_sum is not lse:
@@ -248,22 +248,15 @@ def decode_attention(
             max_q_len=max_q_len, out=out, return_lse=return_lse, lse_base=lse_base, backend=backend, tile=tile,
             check=check,
         )  # fmt: skip
-    check_types(cache, q=q, block_table=block_table, seq_lens=seq_lens)
-    check_int32("seq_lens", seq_lens, 1, cache.device)
-    check_int32("block_table", block_table, 2, cache.device)
-    batch = seq_lens.shape[0]
-    require(block_table.shape[0] == batch, f"block_table has {block_table.shape[0]} rows for {batch} requests")
-    check_query(q, cache, None if q_indptr is not None else batch)
-    check_lse_base(lse_base)
+    tables, variant, scale = check_call(
+        q, cache, block_table, seq_lens, sm_scale=sm_scale, options=options, sinks=sinks, q_indptr=q_indptr,
+        max_q_len=max_q_len, lse_base=lse_base,
+    )  # fmt: skip
     check_tile(tile)
-    variant = check_variant(options, q_indptr, max_q_len, batch, cache.device, q.shape[0])
-    variant = with_sinks(variant, sinks, q.shape[1], q.device)
-    tables = Tables(block_table if block_table.stride(1) == 1 else block_table.contiguous(), seq_lens.contiguous())
     if check:
         check_values(q, cache, tables, variant)
-    scale = check_scale(sm_scale, cache.head_dim)
     out, lse = make_results(q, out, None, return_lse)
-    kernels = kernels_for(backend, cache, batch, q.shape[1], q.dtype, tile, variant)
+    kernels = kernels_for(backend, cache, seq_lens.shape[0], q.shape[1], q.dtype, tile, variant)
     buffers = kernels and kernels.buffers(q.shape[1] // cache.num_kv_heads)
     decode_into(q, cache, tables, scale, out, lse, lse_base, kernels, buffers, variant)
     return (out, lse) if return_lse else out

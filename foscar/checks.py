@@ -136,6 +136,37 @@ def with_sinks(variant: Variant, sinks: torch.Tensor | None, heads: int, device:
     return dataclasses.replace(variant, sinks=sinks.contiguous())
 
 
+def check_call(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    sm_scale: float | None,
+    options: AttentionOptions | None,
+    sinks: torch.Tensor | None,
+    q_indptr: torch.Tensor | None,
+    max_q_len: int | None,
+    lse_base: int | str,
+) -> tuple[Tables, Variant, float]:
+    """What every call over dense tables takes, checked; see :func:`foscar.decode_attention`.
+
+    Returns:
+        (tables as the kernels take them, what the call adds to plain attention, sm_scale).
+    """
+    check_types(cache, q=q, block_table=block_table, seq_lens=seq_lens)
+    check_int32("seq_lens", seq_lens, 1, cache.device)
+    check_int32("block_table", block_table, 2, cache.device)
+    batch = seq_lens.shape[0]
+    require(block_table.shape[0] == batch, f"block_table has {block_table.shape[0]} rows for {batch} requests")
+    check_query(q, cache, None if q_indptr is not None else batch)
+    check_lse_base(lse_base)
+    variant = check_variant(options, q_indptr, max_q_len, batch, cache.device, q.shape[0])
+    variant = with_sinks(variant, sinks, q.shape[1], q.device)
+    tables = Tables(block_table if block_table.stride(1) == 1 else block_table.contiguous(), seq_lens.contiguous())
+    return tables, variant, check_scale(sm_scale, cache.head_dim)
+
+
 def check_rows(q_indptr: Sequence[int], rows: int, limit: int | None) -> None:
     """The bounds of the requests' query rows, read from the device."""
     ok = q_indptr[0] == 0 and q_indptr[-1] <= rows and all(a <= b for a, b in itertools.pairwise(q_indptr))

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 
 from . import api
-from .checks import (
-    check_int32,
-    check_lse_base,
-    check_pages,
-    check_query,
-    check_rows,
-    check_scale,
-    check_variant,
-    require,
-    with_sinks,
-)
+from .checks import check_call, check_pages, check_rows, require
+from .common import traced
 from .common.merge import merge_states
 from .common.options import AttentionOptions, ExactTokens, Variant
 from .common.reference import decode_folded
-from .common.tensor_checks import check_tensors
 from .common.window_attention import rows_as_requests, window_attention
 from .common.window_move import check_lengths, check_slots
 from .common.windows import WindowedKVCache
-from .hopper.decode import Tables
+from .hopper.decode import Bound, Buffers, HopperDecode, Tables
+
+Room = tuple[torch.Tensor, torch.Tensor]
 
 
-@torch.no_grad()
+def check_windowed(cache: WindowedKVCache) -> None:
+    if not isinstance(cache, WindowedKVCache):
+        raise TypeError(f"cache must be a foscar.WindowedKVCache, not {type(cache).__name__}")
+
+
+def check_no_window(variant: Variant) -> None:
+    """A cache with windows of its own is seen whole."""
+    window = variant.options.window
+    require(window is None, f"decode_windowed takes no sliding window (options.window is {window}): it sees all tokens")
+
+
 def decode_windowed(
     q: torch.Tensor,
     cache: WindowedKVCache,
@@ -60,7 +63,8 @@ def decode_windowed(
         sm_scale, sinks, q_indptr, max_q_len, out, return_lse, lse_base, backend: see :func:`foscar.decode_attention`.
 
     Returns:
-        out of q's dtype, or (out, lse): see :func:`foscar.decode_attention`.
+        out of q's dtype, or (out, lse): see :func:`foscar.decode_attention`.  Under torch.compile the call is one node
+        of the graph, the operator ``foscar::decode_windowed``.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, naming what does.
@@ -71,49 +75,58 @@ def decode_windowed(
     which joins it to the others.  Lengths, slots and histories are read on the device, so the call can be captured in a
     CUDA graph.  The torch backend and Blackwell's decode merge two results by their LSEs.
     """
-    if not isinstance(cache, WindowedKVCache):
-        raise TypeError(f"cache must be a foscar.WindowedKVCache, not {type(cache).__name__}")
-    check_tensors(q=q, block_table=block_table, seq_lens=seq_lens)
-    check_int32("seq_lens", seq_lens, 1, cache.device)
-    check_int32("block_table", block_table, 2, cache.device)
-    batch, packed = seq_lens.shape[0], cache.packed
-    require(block_table.shape[0] == batch, f"block_table has {block_table.shape[0]} rows for {batch} requests")
+    check_windowed(cache)
+    settings = {"sm_scale": sm_scale, "options": options, "sinks": sinks, "q_indptr": q_indptr, "max_q_len": max_q_len}
+    if torch.compiler.is_compiling():
+        return traced.decode_windowed(
+            q, cache, block_table, seq_lens, slot_ids, out=out, return_lse=return_lse, lse_base=lse_base,
+            backend=backend, **settings,
+        )  # fmt: skip
+    tables, variant, scale = check_call(q, cache.packed, block_table, seq_lens, lse_base=lse_base, **settings)
+    check_no_window(variant)
     check_slots(slot_ids, seq_lens, cache.max_batch)
     check_lengths(cache, seq_lens, slot_ids, read=True)
-    check_query(q, packed, None if q_indptr is not None else batch)
-    check_lse_base(lse_base)
-    variant = check_variant(options, q_indptr, max_q_len, batch, cache.device, q.shape[0])
-    variant = with_sinks(variant, sinks, q.shape[1], q.device)
-    window = variant.options.window
-    require(window is None, f"decode_windowed takes no sliding window (options.window is {window}): it sees all tokens")
-    scale = check_scale(sm_scale, packed.head_dim)
     out, lse = api.make_results(q, out, None, return_lse)
-    if batch == 0:
-        pass
-    elif api.takes_windows(backend, packed):
-        variant = dataclasses.replace(variant, exact=_exact_tokens(q, cache, slot_ids))
-        table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-        kernels = api.kernels_for(backend, packed, batch, q.shape[1], q.dtype, None, variant)
-        buffers = kernels.buffers(q.shape[1] // packed.num_kv_heads)
-        tables = Tables(table, seq_lens.contiguous())
-        api.decode_into(q, packed, tables, scale, out, lse, lse_base, kernels, buffers, variant)
-    else:
-        _merged(q, cache, block_table, seq_lens, slot_ids, scale, variant, out, lse, lse_base, backend)
-    return out if lse is None else (out, lse)
+    group = q.shape[1] // cache.packed.num_kv_heads
+    decode_windows_into(
+        q, cache, tables, slot_ids.contiguous(), scale, out, lse, lse_base, backend, variant,
+        lambda kernels: kernels.buffers(group), lambda: exact_room(q, cache),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
 
 
-def _exact_tokens(q: torch.Tensor, cache: WindowedKVCache, slot_ids: torch.Tensor) -> ExactTokens:
-    """What the kernels read and write beside the packed cache."""
+@torch.no_grad()
+def decode_windows_into(
+    q, cache, tables, slot_ids, sm_scale, out, lse, lse_base, backend, variant,
+    buffers_of: Callable[[HopperDecode], Buffers], room_of: Callable[[], Room],
+) -> Bound | None:  # fmt: skip
+    """Checked arguments to results, as :func:`foscar.api.decode_into`; the workspaces as they are needed."""
+    packed = cache.packed
+    if tables.lengths.shape[0] == 0:
+        return None
+    if not api.takes_windows(backend, packed):
+        _merged(q, cache, tables, slot_ids, sm_scale, variant, out, lse, lse_base, backend)
+        return None
+    variant = dataclasses.replace(variant, exact=exact_tokens(cache, slot_ids, room_of()))
+    kernels = api.kernels_for(backend, packed, tables.lengths.shape[0], q.shape[1], q.dtype, None, variant)
+    return api.decode_into(q, packed, tables, sm_scale, out, lse, lse_base, kernels, buffers_of(kernels), variant)
+
+
+def exact_room(q: torch.Tensor, cache: WindowedKVCache) -> Room:
+    """Workspace for attention over the tokens in 16 bits of q's rows."""
     shape = (*q.shape[:2], cache.packed.padded_head_dim)
-    room = (torch.empty(n, dtype=torch.float32, device=q.device) for n in (shape, shape[:2]))
-    windows = (cache.sink_k, cache.sink_v, cache.recent_k, cache.recent_v)
-    return ExactTokens(slot_ids.contiguous(), cache.packed_lens, *windows, *room)
+    return tuple(torch.empty(n, dtype=torch.float32, device=q.device) for n in (shape, shape[:2]))
 
 
-def _merged(q, cache, block_table, seq_lens, slot_ids, sm_scale, variant: Variant, out, lse, lse_base, backend) -> None:
+def exact_tokens(cache: WindowedKVCache, slot_ids: torch.Tensor, room: Room) -> ExactTokens:
+    """What the kernels read and write beside the packed cache."""
+    return ExactTokens(slot_ids, *cache.window_tensors, *room)
+
+
+def _merged(q, cache, tables: Tables, slot_ids, sm_scale, variant: Variant, out, lse, lse_base, backend) -> None:
     """History and tokens in 16 bits one after the other, merged by their LSEs; the sinks and the output scale last."""
-    packed, options = cache.packed, variant.options
-    on_torch = backend == "torch" or (backend == "auto" and cache.device.type != "cuda")
+    packed, options, on_torch = cache.packed, variant.options, api.on_torch(backend, cache.packed)
+    block_table, seq_lens = tables.pages, tables.lengths
     if on_torch:
         bounds = None if variant.q_indptr is None else variant.q_indptr.tolist()
         if bounds is not None:

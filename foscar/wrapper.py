@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from .api import decode_into, kernels_for, make_results
+from .api import decode_into, kernels_for, make_results, takes_windows
 from .checks import (
     BACKENDS,
     Q_DTYPES,
@@ -24,9 +24,12 @@ from .common.cache import PagedKVCache, check_device
 from .common.formats import KVFormat, check_format, check_whole
 from .common.options import AttentionOptions
 from .common.tensor_checks import check_tensors
+from .common.window_move import WindowConfig, check_lengths, check_slot_ids, check_slots
+from .common.windows import WindowedKVCache
 from .hopper.config import TileConfig
 from .hopper.decode import Buffers, HopperDecode, Tables
 from .replay import Replay
+from .windowed import Room, check_no_window, check_windowed, decode_windows_into, exact_room, exact_tokens
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -35,7 +38,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ``plan`` keeps references to the tables that it is given, ``run`` launches, and the kernel reads them on the device
     when it runs.  A captured graph of ``run`` therefore follows in-place changes of the planned tables:
 
-    * ``block_table``, ``seq_lens`` and ``q_indptr``: as they are.
+    * ``block_table``, ``seq_lens``, ``slot_ids`` and ``q_indptr``: as they are.
     * ``indptr``, ``indices`` and ``last_page_len``: lengths are derived in ``plan``.  After changing ``indptr`` or
       ``last_page_len`` in place, call ``plan`` again with the same tensors; it writes the lengths where a graph of that
       batch size reads them.  Plans of other batch sizes and dense plans in between do no harm; other tables of the same
@@ -57,6 +60,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._tables: Tables | None = None
         self._lengths: dict[tuple[int, torch.device], torch.Tensor] = {}  # derived ones, where graphs read them
         self._buffers: dict[tuple, Buffers] = {}
+        self._rooms: dict[tuple, Room] = {}  # likewise, for tokens in 16 bits
         self._replay: Replay | None = None  # of the plan's first run
 
     def plan(
@@ -71,6 +75,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         *,
         block_table: torch.Tensor | None = None,
         seq_lens: torch.Tensor | None = None,
+        slot_ids: torch.Tensor | None = None,
+        window: WindowConfig | None = None,
         format: KVFormat | None = None,
         q_data_type: torch.dtype = torch.bfloat16,
         sm_scale: float | None = None,
@@ -92,6 +98,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             num_qo_heads, num_kv_heads, head_dim, page_size, format, q_data_type: what ``run``'s q and cache will be;
                 checked there, and used here to compile and load the kernel.
             block_table, seq_lens: see :func:`foscar.decode_attention`.
+            slot_ids: int32 [batch]: ``run`` gets a :class:`foscar.WindowedKVCache`, and ``block_table``, ``seq_lens``
+                and this are as of :func:`foscar.decode_windowed`.  None: a :class:`foscar.PagedKVCache`.
+            window: that cache's; None: foscar.WindowConfig.oscar().  With ``slot_ids`` only.
             sm_scale, options, q_indptr, lse_base, backend, tile: see :func:`foscar.decode_attention`.
                 Sinks, which differ from layer to layer, are given to :meth:`run`.
             max_q_len: likewise, but None chooses the kernel for 16 query tokens: there is no q yet.
@@ -119,6 +128,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         )
         check_tensors(**given[0])
         layout = check_format(format).layout(head_dim, page_size)
+        if slot_ids is not None:
+            require(given[0] is dense and tile is None, "slot_ids go with block_table and seq_lens, and without a tile")
+            window = WindowConfig.oscar() if window is None else window
+        if window is not None and not isinstance(window, WindowConfig):
+            raise TypeError(f"window must be a foscar.WindowConfig or None, not {type(window).__name__}")
+        require(slot_ids is not None or window is None, "a window goes with slot_ids")
         settings = (check_scale(sm_scale, head_dim), lse_base, backend, tile)
         device = self.device or (block_table if given[0] is dense else indices).device
         if given[0] is dense:
@@ -128,13 +143,24 @@ class BatchDecodeWithPagedKVCacheWrapper:
         batch = tables.lengths.shape[0]
         variant = check_variant(options, q_indptr, max_q_len, batch, device)
         require(q_indptr is None or q_indptr.is_contiguous(), "plan keeps q_indptr: it must be contiguous")
+        if slot_ids is not None:
+            check_slot_ids(slot_ids, seq_lens)
+            check_no_window(variant)
+            require(slot_ids.is_contiguous(), "plan keeps slot_ids: it must be contiguous")
         if device.type == "cuda" and backend != "torch":
             probe = PagedKVCache(0, page_size, num_kv_heads, head_dim, layout.format, device)
             sinks = torch.empty(num_qo_heads, device=device) if has_sinks else None
             planned = dataclasses.replace(variant, sinks=sinks)
+            if slot_ids is not None and takes_windows(backend, probe):
+                windows = WindowedKVCache(
+                    0, page_size, num_kv_heads, head_dim, layout.format, max_batch=1, window=window, device=device
+                )
+                nothing = (torch.empty(0, device=device),) * 2
+                planned = dataclasses.replace(planned, exact=exact_tokens(windows, slot_ids, nothing))
             kernels = kernels_for(backend, probe, batch, num_qo_heads, q_data_type, tile, planned)
             if kernels is not None:
                 self._workspace(kernels, num_qo_heads // num_kv_heads)
+        self._slot_ids, self._window = slot_ids, window
         self._tables = self._in_place(tables)
         self._expected = (layout, num_kv_heads, num_qo_heads, q_data_type)
         self._settings, self._batch, self._variant = settings, batch, variant
@@ -187,10 +213,17 @@ class BatchDecodeWithPagedKVCacheWrapper:
             self._buffers[key] = kernels.buffers(group)
         return self._buffers[key]
 
+    def _room(self, q: torch.Tensor, cache: WindowedKVCache) -> Room:
+        """The workspace for q's rows over tokens in 16 bits, made once likewise."""
+        key = (q.shape[:2], cache.packed.padded_head_dim, q.device)
+        if key not in self._rooms:
+            self._rooms[key] = exact_room(q, cache)
+        return self._rooms[key]
+
     def run(
         self,
         q: torch.Tensor,
-        cache: PagedKVCache,
+        cache: PagedKVCache | WindowedKVCache,
         *,
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -201,7 +234,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
         Args:
             q: [batch, query heads, head_dim] of the planned dtype; with a planned ``q_indptr``: [query tokens, ...].
-            cache: a cache of the planned format and shape.
+            cache: a cache of the planned format and shape; with planned ``slot_ids`` one with the planned windows.
             sinks: float32 [query heads], of this layer, or None.
             out, lse: where to write, or None.
 
@@ -213,11 +246,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
             out, lse = self._replay(q, cache, out, lse, sinks)
             return (out, lse) if return_lse else out
         require(self._tables is not None, "call plan before run")
-        check_types(cache, q=q)
+        if self._slot_ids is not None:
+            check_windowed(cache)
+        packed = cache if self._slot_ids is None else cache.packed
+        check_types(packed, q=q)
         given = (out, lse)
         layout, kv_heads, heads, dtype = self._expected
-        check_query(q, cache, None if self._variant.q_indptr is not None else self._batch)
-        if cache.layout != layout or cache.num_kv_heads != kv_heads:
+        check_query(q, packed, None if self._variant.q_indptr is not None else self._batch)
+        if packed.layout != layout or packed.num_kv_heads != kv_heads:
             raise ValueError(f"the plan is for {layout.format.name}, {kv_heads} KV heads of {layout.head_dim}, "
                              f"pages of {layout.page_size}; the cache is {cache!r}")  # fmt: skip
         require(
@@ -230,10 +266,20 @@ class BatchDecodeWithPagedKVCacheWrapper:
         )
         scale, lse_base, backend, tile = self._settings
         variant = with_sinks(self._variant, sinks, heads, cache.device)
+        if self._slot_ids is not None:
+            require(cache.window == self._window, f"the plan is for {self._window}, the cache has {cache.window}")
+            check_slots(self._slot_ids, self._tables.lengths, cache.max_batch)
+            check_lengths(cache, self._tables.lengths, self._slot_ids, read=True)
         out, lse = make_results(q, out, lse, return_lse)
-        kernels = kernels_for(backend, cache, self._batch, heads, dtype, tile, variant)
-        buffers = kernels and self._workspace(kernels, heads // kv_heads)
-        bound = decode_into(q, cache, self._tables, scale, out, lse, lse_base, kernels, buffers, variant)
+        if self._slot_ids is None:
+            kernels = kernels_for(backend, cache, self._batch, heads, dtype, tile, variant)
+            buffers = kernels and self._workspace(kernels, heads // kv_heads)
+            bound = decode_into(q, cache, self._tables, scale, out, lse, lse_base, kernels, buffers, variant)
+        else:
+            bound = decode_windows_into(
+                q, cache, self._tables, self._slot_ids, scale, out, lse, lse_base, backend, variant,
+                lambda kernels: self._workspace(kernels, heads // kv_heads), lambda: self._room(q, cache),
+            )  # fmt: skip
         if bound is not None and q.device.type == "cuda":
             self._replay = Replay(q, cache, *given, sinks, lse, bound)
         return (out, lse) if return_lse else out

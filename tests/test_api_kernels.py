@@ -22,7 +22,7 @@ from foscar import (
     decode_attention,
 )
 from foscar import api as api_module
-from foscar.common.errors import FormatError, UnsupportedDeviceError
+from foscar.common.errors import UnsupportedDeviceError
 from foscar.common.plan import KernelOptions
 from foscar.common.reference import decode_folded
 from foscar.hopper import arguments
@@ -215,14 +215,14 @@ def test_what_has_no_kernel_is_refused_on_a_gpu(kernels, options, tile, error, m
     assert_contract(out, lse, case)
 
 
-def test_a_window_over_channels_is_refused_on_a_gpu(kernels):
-    """Public report 29: one clear line; the torch backend takes it."""
+def test_a_window_over_channels_has_a_kernel(kernels):
+    """Public report 29."""
     case = make_case([50], page_size=16, fmt=KVFormat.make(2, k_axis="channel"))
     window = foscar.AttentionOptions(window=20)
-    refuse(FormatError, "takes a window with K per token in one group and V per token, not with k2cv2; backend='torch'",
-           decode_attention, case.q, *case.tables, options=window)  # fmt: skip
-    assert not kernels
-    assert decode_attention(case.q, *case.tables, options=window, backend="torch").isfinite().all()
+    got = decode_attention(case.q, *case.tables, options=window)
+    assert [(c.format.k.axis, c.options.window) for c in kernels] == [("channel", True)]
+    want = decode_attention(case.q, *case.tables, options=window, backend="torch")
+    torch.testing.assert_close(got, want)
 
 
 def test_other_gpus_are_refused(monkeypatch):

@@ -9,9 +9,10 @@ import torch
 from support.compare import assert_equal
 from support.inputs import POISON, int32, random_values, shuffled_table
 from support.op_cases import HEAD_DIM, HEADS, KV_HEADS, PAGE, case_of, empty_cache, new_tokens
+from support.window_checks import KIVI, WindowCase, make_inputs
 
 import foscar
-from foscar import AttentionOptions, KVFormat, PagedKVCache
+from foscar import AttentionOptions, KVFormat, PagedKVCache, WindowConfig
 from foscar import ops as ops_module
 
 BACKENDS = [
@@ -93,6 +94,34 @@ def test_every_option_reaches_the_compiled_call():
     for a, b in zip(got, want, strict=True):
         assert_equal(a, b)
     assert_equal(out, want[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_decode_over_windows(backend):
+    """The eager call's bits, for other lengths too; into ``out``, whose rows of no request stay as they are."""
+    drafts = {"lengths": (70, 6, 17), "q_lens": (4, 0, 2)}
+    given = make_inputs(WindowCase(KIVI, WindowConfig(5, 20), **drafts, sinks=True))
+
+    def call(q, table, lengths, slots, sinks, q_indptr, out):
+        got, lse = foscar.decode_windowed(
+            q * 2, given.cache, table, lengths, slots, sm_scale=0.2, options=AttentionOptions(soft_cap=30.0), out=out,
+            sinks=sinks, q_indptr=q_indptr, max_q_len=4, return_lse=True, lse_base="e", backend="torch",
+        )  # fmt: skip
+        return got + 1, lse
+
+    def make():
+        return torch.full_like(given.q, POISON)
+
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for lengths, bounds in ((given.lengths, given.q_indptr), (int32([60, 6, 9]), int32([0, 1, 2, 3]))):
+        arguments = (given.q, given.table, lengths, given.slots, given.sinks, bounds)
+        out, expected, rows = make(), make(), int(bounds[-1])
+        got, want = compiled(*arguments, out), call(*arguments, expected)
+        assert_equal(out, expected)
+        assert bool((out[rows:] == POISON).all())
+        for a, b in zip(got, want, strict=True):
+            assert_equal(a[:rows], b[:rows])
+        assert_equal(compiled(*arguments, None)[0][:rows], want[0][:rows])
 
 
 def test_chunks_are_appended_in_a_compiled_function():

@@ -7,10 +7,21 @@ import torch
 from support.compare import assert_equal
 from support.decode_checks import assert_contract
 from support.inputs import POISON, indptr_of, int32, random_values, shuffled_table
-from support.op_cases import HEAD_DIM, HEADS, PAGE, case_of, empty_cache, new_tokens, shape_of, tensors_of
+from support.op_cases import (
+    HEAD_DIM,
+    HEADS,
+    PAGE,
+    case_of,
+    empty_cache,
+    new_tokens,
+    shape_of,
+    tensors_of,
+    windowed_tensors,
+)
+from support.window_checks import KIVI, WindowCase, make_inputs
 
 import foscar
-from foscar import AttentionOptions, KVFormat
+from foscar import AttentionOptions, KVFormat, WindowConfig
 
 ops = torch.ops.foscar
 
@@ -43,6 +54,53 @@ def test_opcheck_of_decode_into():
     arguments = (torch.full_like(case.q, 5), *tensors_of(case))
     named = {"q_indptr": int32([0, 4, 5]), "max_q_len": 4}
     torch.library.opcheck(ops.decode_attention_into.default, arguments, named)
+
+
+@pytest.mark.parametrize("named", DECODES.values(), ids=DECODES)
+@pytest.mark.parametrize("into", [False, True])
+def test_opcheck_of_decode_windowed(named, into):
+    named = {name: x for name, x in named.items() if name not in ("window", "check")}
+    given = make_inputs(WindowCase(KIVI, WindowConfig(5, 20), (70, 0, 17), head_dim=HEAD_DIM, page_size=PAGE))
+    arguments = (*windowed_tensors(given), *given.cache.operator_shape)
+    if into:
+        out = torch.full_like(given.q, 5)
+        torch.library.opcheck(ops.decode_windowed_into.default, (out, *arguments), named)
+    else:
+        torch.library.opcheck(ops.decode_windowed.default, arguments, named)
+
+
+def test_the_windowed_operator_is_the_function():
+    q_lens = {"lengths": (70, 6, 17), "q_lens": (4, 0, 2)}
+    given = make_inputs(WindowCase(KIVI, WindowConfig(5, 20, "float16"), **q_lens))
+    named = {"sm_scale": 0.2, "max_q_len": 4, "q_indptr": given.q_indptr, "sinks": random_values((1, 6), 5)[0]}
+    options = {"soft_cap": 20.0, "out_scale": 0.5}
+    want = given.decode(options=AttentionOptions(**options), lse_base="e", **named)
+    arguments = (*windowed_tensors(given), *given.cache.operator_shape)
+    got = foscar.ops.decode_windowed(*arguments, lse_base="e", **named, **options)
+    out = torch.full_like(given.q, torch.nan)
+    lse = foscar.ops.decode_windowed_into(out, *arguments, lse_base="e", **named, **options)
+    for found in (got, (out, lse)):
+        for a, b in zip(found, want, strict=True):
+            assert_equal(a, b)
+
+
+def test_refused_storage():
+    given = make_inputs(WindowCase(KIVI, WindowConfig(5, 20), (70, 6, 17)))
+    q, storage, *tables = windowed_tensors(given)
+    shape = given.cache.operator_shape
+    for change, message in (
+        (storage[:5], "^storage must be the tensors records, sink_k, .*, not 5"),
+        ([storage[0][0], *storage[1:]], "^records must have 3 dimensions and a spare entry"),
+        ([*storage[:2], storage[2].half(), *storage[3:]], "^sink_v must be contiguous torch.bfloat16"),
+        ([*storage[:5], storage[5][:-1]], r"^packed_lens must be contiguous torch.int32 \[6\]"),
+        ([*storage[:4], storage[4][:, :, :32], storage[5]], "^recent_v must be contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.decode_windowed(q, change, *tables, *shape)
+    with pytest.raises(ValueError, match="^recent_k must be contiguous"):
+        ops.decode_windowed(q, storage, *tables, *shape[:3], 99)
+    with pytest.raises(ValueError, match="^decode_windowed takes no sliding window"):
+        ops.decode_windowed(q, storage, *tables, *shape, window=9)
 
 
 @pytest.mark.parametrize("chunk", [False, True])

@@ -10,9 +10,12 @@ from support.compare import assert_equal
 from support.decode_checks import assert_contract
 from support.gpu_kernels import INT2
 from support.inputs import Case, int32, make_case, random_values
+from support.op_cases import windowed_tensors
 from support.runners import why_no_gpu
+from support.window_checks import WindowCase, make_inputs
 
 import foscar
+from foscar import KVFormat, WindowConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_gpu() is not None, reason=why_no_gpu() or "")]
 ops = torch.ops.foscar
@@ -63,6 +66,13 @@ def test_opcheck():
     k, v = (random_values((3, 2, 128), i, torch.bfloat16).cuda() for i in range(2))
     arguments = (case.cache.data, k, v, case.block_table, case.seq_lens, None, *tensors_of(case)[4:])
     torch.library.opcheck(ops.append.default, arguments)
+
+
+def test_opcheck_over_windows():
+    given = make_inputs(WindowCase(KVFormat.int2(), WindowConfig(5, 20), (70, 0, 17)), "cuda")
+    arguments = (*windowed_tensors(given), *given.cache.operator_shape)
+    torch.library.opcheck(ops.decode_windowed.default, arguments)
+    assert_same(ops.decode_windowed(*arguments, max_q_len=16), given.decode())
 
 
 @pytest.mark.parametrize("options", MODES)

@@ -44,13 +44,16 @@ def test_contract(runner, name):
 
 
 @needs_dsl
-@pytest.mark.parametrize("name", ["window int2", "all int2"])
+@pytest.mark.parametrize("name", ["window int2", "all int2", "window both per channel"])
 def test_every_schedule(name):
     x, call = case_of(name)
     checks.assert_option_contract(*checks.decode(ScheduledRunner(ctas=1), x, **call), x)
 
 
-@pytest.mark.parametrize("name", ["window int2", "drafts and window", "all int4"])
+@pytest.mark.parametrize("name", [
+    "window int2", "drafts and window", "all int4", "window K per channel 128", "window both per channel 128",
+    "window both per channel", "drafts, window and channels",
+])  # fmt: skip
 def test_nothing_before_the_windows_is_read(runner, name):
     x, call = case_of(name)
     checks.unseen_pages_are_not_read(runner, x, **call)

@@ -68,7 +68,7 @@ def test_a_like_call_is_repeated(wants_lse):
     q, cache = query(), cache_of()
     assert replay.fits(q, cache, None, None, None, wants_lse)
     out, lse = replay(q, cache, None, None, None)
-    assert len(seen) == 1 and all(a is b for a, b in zip(seen[0], (q, cache.data, out, lse, None), strict=True))
+    assert len(seen) == 1 and all(a is b for a, b in zip(seen[0], (q, cache.data, out, lse, None, ()), strict=True))
     assert out.shape == q.shape and out.dtype == q.dtype and out.data_ptr() != q.data_ptr()
     assert (lse is None) != wants_lse and (lse is None or (lse.shape == SHAPE[:2] and lse.dtype == torch.float32))
 
@@ -92,6 +92,24 @@ def test_another_call_is_not():
         {"lse": None}, {"lse": lse.double()}, {"wants_lse": False}, {"sinks": None}, {"sinks": sinks[:4]},
     ):  # fmt: skip
         assert not replay.fits(**(same | change)), change
+
+
+def test_windows_are_the_calls_own():
+    """The launch gets the windows of the cache that it is called with, if they are like the first ones."""
+
+    def windowed(n_sink=4, slots=3, dtype="bfloat16", **changes):
+        window = foscar.WindowConfig(n_sink, 20, dtype)
+        return foscar.WindowedKVCache(4, 64, 2, 128, max_batch=slots, window=window, **changes)
+
+    replay, seen = replay_of(query(), windowed())
+    q, cache = query(), windowed()
+    assert replay.fits(q, cache, None, None, None, False)
+    out, _ = replay(q, cache, None, None, None)
+    given = (q, cache.packed.data, out, None, None, cache.window_tensors)
+    assert all(a is b for a, b in zip(seen[0][:5], given[:5], strict=True))
+    assert [x.data_ptr() for x in seen[0][5]] == [x.data_ptr() for x in given[5]]
+    for other in (cache.packed, windowed(5), windowed(slots=4), windowed(dtype="float16"), windowed(device="meta")):
+        assert not replay.fits(q, other, None, None, None, False), other
 
 
 @pytest.mark.gpu

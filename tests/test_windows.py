@@ -398,3 +398,32 @@ def test_decode_errors():
         foscar.decode_windowed(q, cache, table, lengths, int32([int(slots[0]), -1]))
     with pytest.raises(ValueError, match="has 15 tokens and 0 pages"):
         foscar.decode_windowed(q, cache, table[:, :0], lengths, slots)
+
+
+def test_plan_errors():
+    cache, models, table, slots = make(KVFormat.int2(), WindowConfig(5, 20), 60, batch=2)
+    lengths, q = int32(append(cache, models, table, slots, [0, 0], [40, 8])), torch.ones(2, 6, 64).bfloat16()
+    shape = {"num_qo_heads": 6, "num_kv_heads": 2, "head_dim": 64, "page_size": PAGE, "window": cache.window}
+    wrapper = foscar.BatchDecodeWithPagedKVCacheWrapper()
+
+    def plan(**changes):
+        wrapper.plan(**{"block_table": table, "seq_lens": lengths, "slot_ids": slots, **shape, **changes})
+
+    for change, kind, message in (
+        ({"slot_ids": slots.long()}, ValueError, "^slot_ids must be int32"),
+        ({"slot_ids": int32([0, 9, 1, 9])[::2]}, ValueError, "^plan keeps slot_ids: it must be contiguous"),
+        ({"slot_ids": None}, ValueError, "^a window goes with slot_ids"),
+        ({"window": (5, 20)}, TypeError, "^window must be a foscar.WindowConfig or None, not tuple"),
+        ({"tile": foscar.TileConfig()}, ValueError, "^slot_ids go with block_table and seq_lens, and without a tile"),
+    ):
+        with pytest.raises(kind, match=message):
+            plan(**change)
+    plan(window=None)
+    with pytest.raises(ValueError, match="^the plan is for WindowConfig.n_sink=64.*, the cache has WindowConfig"):
+        wrapper.run(q, cache)
+    plan()
+    with pytest.raises(TypeError, match="^cache must be a foscar.WindowedKVCache, not PagedKVCache"):
+        wrapper.run(q, cache.packed)
+    lengths += 1  # in place: the plan keeps it
+    with pytest.raises(ValueError, match="^request 0 has 41 tokens; slot . holds 0 .. 40"):
+        wrapper.run(q, cache)

@@ -91,11 +91,72 @@ def test_nan_stays_in_its_request(runner):
     assert_equal(after[1:], before[1:], ("request", "head", "channel"))
 
 
+PLANNED = ("int2", "kivi", "drafts and options")
+
+
+def planned_results(name, device="cpu", **more):
+    """(out, lse) of a plan's two layers, by run into given tensors and into new ones, and of a call for each."""
+    given = make_inputs(CASES[name], device)
+    other = dataclasses.replace(make_inputs(CASES[name], device, seed=1000), q=given.q)
+    checks.config(CASES[name], given)
+    wrapper, found, want = given.planned(**more), [], []
+    for layer in (given, other, given):
+        out, lse = torch.full_like(layer.q, torch.nan), torch.full(layer.q.shape[:2], torch.nan, device=device)
+        for into in ({"out": out, "lse": lse}, {}):
+            results = wrapper.run(layer.q, layer.cache, sinks=given.sinks, return_lse=True, **into)
+            found.append([x.cpu() for x in results])
+            called = layer.decode(**{**more, "sinks": given.sinks})
+            want.append([x.cpu() for x in called])
+    return found, want
+
+
+def same_results(found, want) -> None:
+    for got, expected in zip(found, want, strict=True):
+        for a, b, axes in zip(got, expected, (("row", "head", "channel"), ("row", "head")), strict=True):
+            assert_equal(a, b, axes)
+    assert not torch.equal(found[0][0], found[2][0]), "the layers are one"
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_has_the_bits_of_a_call(runner, name):
+    same_results(*runner.run(planned_results, name))
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_on_the_torch_backend(name):
+    same_results(*planned_results(name, backend="torch"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_gpu() is not None, reason=why_no_gpu() or "")
+def test_a_captured_plan_reads_lengths_and_slots():
+    """Captured from a repeated launch, and planned again since: the graph's workspace stays."""
+    given = make_inputs(CASES["int2"], "cuda")
+    want, want_lse = given.decode()
+    lengths, slots = given.lengths.clone(), given.slots.clone()
+    wrapper = given.planned()
+    out, lse = torch.full_like(given.q, torch.nan), torch.full(given.q.shape[:2], torch.nan, device="cuda")
+    wrapper.run(given.q, given.cache, out=out, lse=lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(given.q, given.cache, out=out, lse=lse)
+    given.lengths.zero_()
+    given.slots.fill_(-1)
+    graph.replay()
+    assert not bool(out.any())
+    given.lengths.copy_(lengths)
+    given.slots.copy_(slots)
+    graph.replay()
+    assert_equal(out.cpu(), want.cpu(), ("row", "head", "channel"))
+    assert_equal(lse.cpu(), want_lse.cpu(), ("row", "head"))
+
+
 def test_a_sliding_window_is_refused():
     given = make_inputs(dataclasses.replace(CASES["int2"], lengths=(3, 1), options=AttentionOptions(window=9)))
-    with pytest.raises(ValueError, match="^decode_windowed takes no sliding window .options.window is 9.") as error:
-        given.decode()
-    assert "\n" not in str(error.value)
+    for refused in (given.decode, given.planned):
+        with pytest.raises(ValueError, match="^decode_windowed takes no sliding window .options.window is 9.") as error:
+            refused()
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.gpu

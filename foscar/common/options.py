@@ -108,6 +108,11 @@ class ExactTokens:
     out: torch.Tensor
     lse: torch.Tensor
 
+    @property
+    def windows(self) -> tuple[torch.Tensor, ...]:
+        """What differs between the layers of a model."""
+        return self.packed_lens, self.sink_k, self.sink_v, self.recent_k, self.recent_v
+
 
 @dataclass(frozen=True, eq=False)
 class Variant:

@@ -11,7 +11,7 @@ from .options import AttentionOptions
 from .tensor_checks import check_kinds
 
 
-def decode_attention(q, cache, block_table, seq_lens, *, options, sinks, out, return_lse, lse_base, tile, **settings):
+def decode_attention(q, cache, block_table, seq_lens, *, tile, out, return_lse, **settings):
     """:func:`foscar.decode_attention` as one node of a graph.
 
     Raises:
@@ -19,23 +19,45 @@ def decode_attention(q, cache, block_table, seq_lens, *, options, sinks, out, re
         ValueError: a ``tile``, which a graph cannot hold; another ``lse_base``.
     """
     check_kinds(q=q, block_table=block_table, seq_lens=seq_lens)
-    check_kinds(**{name: x for name, x in (("sinks", sinks), ("out", out)) if x is not None})
-    if options is not None and not isinstance(options, AttentionOptions):
-        raise TypeError(f"options must be foscar.AttentionOptions or None, not {type(options).__name__}")
     if tile is not None:
         raise ValueError("tile is not supported under torch.compile: set the knobs in foscar.TileConfig")
-    options = AttentionOptions() if options is None else options
-    settings["sinks"] = None if sinks is None else sinks.detach()
-    settings |= {"window": options.window, "soft_cap": options.soft_cap, "out_scale": options.out_scale}
-    if not isinstance(lse_base, str) and lse_base != 2:
-        raise ValueError("lse_base must be 2 or 'e'")
-    tensors, base = (q.detach(), cache.data, block_table, seq_lens), lse_base if isinstance(lse_base, str) else "2"
-    arguments, settings["lse_base"] = (*tensors, *cache.operator_shape), base
+    settings = _flat(out=out, **settings)
+    arguments = (q.detach(), cache.data, block_table, seq_lens, *cache.operator_shape)
     if out is None:
         out, lse = torch.ops.foscar.decode_attention(*arguments, **settings)
     else:  # rows that no request has stay as they are
         lse = torch.ops.foscar.decode_attention_into(out, *arguments, **settings)
     return (out, lse) if return_lse else out
+
+
+def decode_windowed(q, cache, block_table, seq_lens, slot_ids, *, out, return_lse, **settings):
+    """:func:`foscar.decode_windowed` as one node of a graph.
+
+    Raises:
+        TypeError, ValueError: as :func:`decode_attention`.
+    """
+    check_kinds(q=q, block_table=block_table, seq_lens=seq_lens, slot_ids=slot_ids)
+    settings = _flat(out=out, **settings)
+    arguments = (q.detach(), cache.operator_tensors, block_table, seq_lens, slot_ids, *cache.operator_shape)
+    if out is None:
+        out, lse = torch.ops.foscar.decode_windowed(*arguments, **settings)
+    else:
+        lse = torch.ops.foscar.decode_windowed_into(out, *arguments, **settings)
+    return (out, lse) if return_lse else out
+
+
+def _flat(*, options, sinks, out, lse_base, **settings) -> dict:
+    """A call's settings as the operators take them."""
+    check_kinds(**{name: x for name, x in (("sinks", sinks), ("out", out)) if x is not None})
+    if options is not None and not isinstance(options, AttentionOptions):
+        raise TypeError(f"options must be foscar.AttentionOptions or None, not {type(options).__name__}")
+    options = AttentionOptions() if options is None else options
+    settings["sinks"] = None if sinks is None else sinks.detach()
+    settings |= {"window": options.window, "soft_cap": options.soft_cap, "out_scale": options.out_scale}
+    if not isinstance(lse_base, str) and lse_base != 2:
+        raise ValueError("lse_base must be 2 or 'e'")
+    settings["lse_base"] = lse_base if isinstance(lse_base, str) else "2"
+    return settings
 
 
 def append(cache, k, v, block_table, seq_lens, indptr, check) -> None:

@@ -81,12 +81,17 @@ class Move:
         return cls(slots, start, rows[:-1], old_end, new_end, request, position)
 
 
-def check_slots(slot_ids: torch.Tensor, seq_lens: torch.Tensor, max_batch: int) -> None:
-    """Raise TypeError or ValueError where ``slot_ids`` are no window slots for ``seq_lens``' requests."""
+def check_slot_ids(slot_ids: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Raise TypeError or ValueError where ``slot_ids`` are not of the kind and shape of slots of ``seq_lens``."""
     check_kinds(slot_ids=slot_ids)
     if slot_ids.dtype != torch.int32 or slot_ids.shape != seq_lens.shape or slot_ids.device != seq_lens.device:
         raise ValueError(f"slot_ids must be int32 {list(seq_lens.shape)} on {seq_lens.device}, "
                          f"not {slot_ids.dtype} {list(slot_ids.shape)} on {slot_ids.device}")  # fmt: skip
+
+
+def check_slots(slot_ids: torch.Tensor, seq_lens: torch.Tensor, max_batch: int) -> None:
+    """Raise TypeError or ValueError where ``slot_ids`` are no window slots for ``seq_lens``' requests."""
+    check_slot_ids(slot_ids, seq_lens)
     if slot_ids.device.type == "cpu":
         used = [s for s in slot_ids.tolist() if s != -1]
         if len(set(used)) != len(used) or any(not 0 <= s < max_batch for s in used):

@@ -16,7 +16,7 @@ has more history than its length asks for, and its recent window is shorter unti
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,7 @@ from foscar.common.cache import PagedKVCache, check_device
 from foscar.common.formats import KVFormat, check_whole
 from foscar.common.quantize import param_dtype
 from foscar.common.window_move import Move, WindowConfig, check_finite, check_lengths, check_slots
-
-RING_UNIT = 16  # the ring's capacity is a multiple
+from foscar.common.window_storage import capacity_of, check_count, check_storage, unit_of
 
 
 class WindowedKVCache:
@@ -55,6 +54,8 @@ class WindowedKVCache:
         sink_k, sink_v: [max_batch, num_kv_heads, n_sink, padded_head_dim], of the window's type.
         recent_k, recent_v: [max_batch, num_kv_heads, capacity, padded_head_dim].
         packed_lens: int32 [max_batch], tokens of each slot's history.
+        operator_tensors: all of the storage, a page and a slot more than asked for included, as the operators of
+            :mod:`foscar.ops` take it: records, sink K and V, recent K and V, packed lengths.
     """
 
     def __init__(
@@ -79,13 +80,8 @@ class WindowedKVCache:
         device = check_device(device)
         # one page and one slot more than asked for: where rows go that store nothing, so that the host need not know
         self._records = torch.zeros(num_pages + 1, *one.data.shape[1:], dtype=torch.uint8, device=device)
-        groups = [
-            group
-            for f, group in ((one.format.k, one.layout.k_group), (one.format.v, one.layout.v_group))
-            if f.axis == "channel"
-        ]
-        self.unit = math.lcm(*groups)
-        self.capacity = -(-(window.n_recent + self.unit - 1) // RING_UNIT) * RING_UNIT
+        self.unit = unit_of(one)
+        self.capacity = capacity_of(window.n_recent, self.unit)
 
         def storage(tokens: int) -> torch.Tensor:
             shape = (self.max_batch + 1, num_kv_heads, tokens, one.padded_head_dim)
@@ -95,15 +91,42 @@ class WindowedKVCache:
         self._packed_lens = torch.zeros(self.max_batch + 1, dtype=torch.int32, device=device)
         self._make_views((num_pages, page_size, num_kv_heads, head_dim, one.format))
 
+    @classmethod
+    def from_storage(
+        cls, storage: Sequence[torch.Tensor], format: KVFormat, page_size: int, head_dim: int, n_recent: int
+    ) -> WindowedKVCache:
+        """A cache over the tensors of another one's :attr:`operator_tensors`, which it shares.
+
+        Args:
+            storage: those six tensors.
+            format, page_size, head_dim: the cache's; ``n_recent``: its window's.
+
+        Raises:
+            TypeError, ValueError: tensors that are not the storage of such a cache.
+        """
+        records, sink_k, sink_v, recent_k, recent_v, packed_lens = check_count(storage)
+        self = cls.__new__(cls)
+        self.window = WindowConfig(sink_k.shape[2], n_recent, str(sink_k.dtype).removeprefix("torch."))
+        self.max_batch, self.capacity = len(sink_k) - 1, recent_k.shape[2]
+        self._records, self._sink, self._recent = records, (sink_k, sink_v), (recent_k, recent_v)
+        self._packed_lens = packed_lens
+        self._make_views((len(records) - 1, page_size, records.shape[1], head_dim, format))
+        self.unit = unit_of(self.packed)
+        check_storage(storage, self.packed, self.window, self.unit)
+        return self
+
     def _make_views(self, shape: tuple) -> None:
         """All but the spare page and slot; ``shape``: of the packed cache."""
         self._shape, self.packed = shape, PagedKVCache(*shape, data=self._records[: shape[0]])
+        self.operator_tensors = [self._records, *self._sink, *self._recent, self._packed_lens]
+        self.operator_shape = (*self.packed.operator_shape, self.window.n_recent)
         self.sink_k, self.sink_v = (x[: self.max_batch] for x in self._sink)
         self.recent_k, self.recent_v = (x[: self.max_batch] for x in self._recent)
         self.packed_lens = self._packed_lens[: self.max_batch]
 
     def __getstate__(self) -> dict:
-        views = ("packed", "sink_k", "sink_v", "recent_k", "recent_v", "packed_lens")  # pickle would take them apart
+        # pickle would take them apart
+        views = ("packed", "sink_k", "sink_v", "recent_k", "recent_v", "packed_lens", "operator_tensors")
         return {name: x for name, x in vars(self).items() if name not in views}
 
     def __setstate__(self, state: dict) -> None:
@@ -120,11 +143,14 @@ class WindowedKVCache:
         return tuple(zip(self._sink, self._recent, strict=True))
 
     @property
+    def window_tensors(self) -> tuple[torch.Tensor, ...]:
+        """packed_lens, sink_k, sink_v, recent_k, recent_v: what a decode reads beside the packed cache."""
+        return self.packed_lens, self.sink_k, self.sink_v, self.recent_k, self.recent_v
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all records and windows."""
-        return self.packed.nbytes + sum(
-            x.nbytes for x in (self.sink_k, self.sink_v, self.recent_k, self.recent_v, self.packed_lens)
-        )
+        return self.packed.nbytes + sum(x.nbytes for x in self.window_tensors)
 
     def __repr__(self) -> str:
         w = self.window

@@ -73,12 +73,12 @@ def _head(scale: list, values: Int32, room: Int32, sm_scale: Float32, cfg: cutla
 
 
 @cute.jit
-def prepare(args, shared, slot: Int32, left: Int32, warp: Int32, lane: Int32, first: cutlass.Constexpr,
+def prepare(args, shared, slot: Int32, seen: tuple, warp: Int32, lane: Int32, first: cutlass.Constexpr,
             cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """The queries of all units of the tile in ``slot``, of which ``left`` tokens count; a barrier must follow.
+    """The queries of all units of the tile in ``slot``; ``seen``: which tokens count (:func:`smem.live_unit`).
 
-    By one math warpgroup, after the barrier that follows :func:`query.load_query`.  ``first``: the tile may be empty.
-    A unit of no token that counts may have anything for parameters: its pairs are 0.
+    A barrier must follow.  By one math warpgroup, after the barrier that follows :func:`query.load_query`.
+    ``first``: the tile may be empty.  A unit of no token that counts may have anything for parameters: its pairs are 0.
     """
     k = folds.k_side(cfg)
     per_lane, d = cfg.head_dim // 32, cfg.head_dim
@@ -90,7 +90,8 @@ def prepare(args, shared, slot: Int32, left: Int32, warp: Int32, lane: Int32, fi
     lane_room = shared.query + smem.fragment_byte(d, 0, per_lane * lane)
     for n in cutlass.range_constexpr(mine):
         unit = Int32(0) if cutlass.const_expr(k.units == 1) else warp // sharing * mine + n
-        address = stage + folds.unit_offset(cfg, k.unit, unit, cfg.layout.k_params_offset) + 4 * per_lane * lane
+        pairs_at = smem.unit_pairs(cfg, k.unit, unit, cfg.layout.k_params_offset, seen)
+        address = stage + pairs_at + 4 * per_lane * lane
         scale, bias = _pairs(address, per_lane, cfg.format.params)
         factors, offsets = [], []
         for j in cutlass.range_constexpr(cfg.heads // sharing):
@@ -105,7 +106,7 @@ def prepare(args, shared, slot: Int32, left: Int32, warp: Int32, lane: Int32, fi
             offsets.append(offset * weight)
         base, offsets, shared_bits = device.spread(device.add, offsets, lane, (16, 8, 4, 2, 1))
         if cutlass.const_expr(first or k.units > 1):
-            live = unit * k.unit < left
+            live = smem.live_unit(unit, k.unit, seen)
             factors, offsets = (
                 [Float32(cutlass.select_(live, x, Float32(0.0))) for x in y] for y in (factors, offsets)
             )

@@ -68,7 +68,6 @@ class DecodeConfig:
             raise TypeError(f"tile must be a foscar.TileConfig, not {type(self.tile).__name__}")
         if not isinstance(self.options, KernelOptions):
             raise TypeError(f"options must be KernelOptions, not {type(self.options).__name__}")
-        folds.check_window("Hopper", self)
         self.check()
 
     # ---- derived sizes

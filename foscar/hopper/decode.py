@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,9 @@ from . import arguments
 from .config import ARCH, DecodeConfig
 
 BUILD = f"{__package__}.build"
-ADDRESSES = ("q", "cache", "out", "lse", "sinks")  # what differs between the calls of one plan
+# What differs between the calls of one plan: the second ones with KernelOptions.exact.
+ADDRESSES = ("q", "cache", "out", "lse", "sinks")
+WINDOW_ADDRESSES = ("packed_lens", "sink_k", "sink_v", "recent_k", "recent_v")
 LSE_UNITS = {2: 1.0, "e": math.log(2.0)}
 MAX_WINDOW = 2**30  # to a kernel, whose positions are int32 and less
 PLAIN_CALL = Variant()
@@ -192,7 +195,8 @@ class Bound:
         self._owner, self._keep = owner, values
         self._launches = []
         for (launch, parameters), grid in zip(owner.launches, grids, strict=True):
-            places = [(parameters.index(name), i) for i, name in enumerate(ADDRESSES) if name in parameters]
+            changing = enumerate((*ADDRESSES, *WINDOW_ADDRESSES))
+            places = [(parameters.index(name), i) for i, name in changing if name in parameters]
             self._launches.append((launch, grid, [numbers[name] for name in parameters], places))
 
     def __call__(
@@ -202,9 +206,10 @@ class Bound:
         out: torch.Tensor,
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        windows: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Launch on the device's current stream; ``data`` is the cache's storage."""
-        addresses = [0 if x is None else x.data_ptr() for x in (q, data, out, lse, sinks)]
+        """Launch on the device's current stream; ``data`` is the cache's storage, ``windows`` are WINDOW_ADDRESSES."""
+        addresses = [0 if x is None else x.data_ptr() for x in (q, data, out, lse, sinks, *windows)]
         stream = current_stream(self._owner.device)
         with self._owner.lock:
             for launch, grid, numbers, places in self._launches:

@@ -99,11 +99,17 @@ def offset_slots(cfg) -> int:
     return 2 if v.unit == 16 else v.parts
 
 
-def unit_offset(cfg, unit: int, units, section: int):
-    """Byte offset in a stage of the pairs of unit ``units`` (of ``unit`` tokens each; a run-time value or not)."""
+def unit_offset(cfg, unit: int, units, section: int, latest=None):
+    """Byte offset in a stage of the pairs of unit ``units`` (of ``unit`` tokens each; a run-time value or not).
+
+    ``latest``: what the first page of a unit of several is to be replaced by, as a function of it; None: nothing.
+    """
     page, layout = cfg.page_size, cfg.layout
     if unit >= page:
-        return units * (unit // page) * layout.record_bytes + section
+        first = units * (unit // page)
+        if latest is not None and unit > page:
+            first = latest(first)
+        return first * layout.record_bytes + section
     per_page = page // unit
     pairs = 4 * layout.padded_head_dim
     return (units // per_page) * layout.record_bytes + (units % per_page) * pairs + section

@@ -167,8 +167,10 @@ def _tile(args, me: Thread, shared, state, s: list, operands: tuple, item: Item,
     words = pv.load_words(me.v + slot * cfg.stage_bytes, cfg)
     params = softmax.load_params(me.params, cfg)
     w = softmax.fold_scores(s, params, item.factor, item.q_sum, cfg, item.soft_cap)
-    if cutlass.const_expr(last and v.channel):  # a tile before the last is full
-        w = softmax.exclude(w, me.token // 4 * 4, left)
+    seen = None  # a tile before the last is full
+    if cutlass.const_expr(v.channel and (last or cfg.options.window)):
+        seen = (stages.seen_from(item, left, cfg), left)
+        w = softmax.exclude(w, me.token // 4 * 4, seen)
     if cutlass.const_expr(cfg.options.rows):
         w = _mask(w, me, item, left, cfg)
     if cutlass.const_expr(not last):
@@ -178,8 +180,7 @@ def _tile(args, me: Thread, shared, state, s: list, operands: tuple, item: Item,
         stages.scores_ahead(me, args, shared, s, operands, item, ahead, left - TILE_TOKENS, False, False, cfg)
     sums = softmax.probabilities(w, top, params, me.probs, cfg)
     if cutlass.const_expr(v.channel):
-        here = left if cutlass.const_expr(last) else None
-        stages.channel_values(me, shared, state, sums, words, operands[1][0], slot, here, cfg)
+        stages.channel_values(me, shared, state, sums, words, operands[1][0], slot, seen, cfg)
     else:
         stages.values(me, shared, state, sums, words, operands[1], slot, cfg)
 

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common import device, fold
-from . import folds, pv, softmax
+from . import folds, pv, smem, softmax
 from .config import DecodeConfig
 
 EARLY = 2  # units of a tile whose parameters are loaded before the slot is released
@@ -49,20 +49,22 @@ def _four(address) -> list:
     return [loaded[i] for i in range(4)]
 
 
-def load_pairs(base, units, left, cfg: DecodeConfig) -> list[list[Uint32]]:
+def load_pairs(base, units, seen, cfg: DecodeConfig) -> list[list[Uint32]]:
     """``[unit][row block]`` (scale, bias) words of the thread's channels.
 
     Args:
         base: shared address of channel ``8 w + g`` in the slot; ``units``: which ones.
-        left: tokens of the tile that count, None: all; a unit beyond them gets zeros, its bytes may be anything.
+        seen: which tokens of the tile count (:func:`smem.live_unit`), None: all; a unit of others gets zeros, its
+            bytes may be anything.
     """
     unit = folds.v_side(cfg).unit
     found = []
     for u in units:
-        at = base + folds.unit_offset(cfg, unit, u, cfg.layout.v_params_offset)
+        at = base + smem.unit_pairs(cfg, unit, u, cfg.layout.v_params_offset, seen)
         row = [device.load_shared(at + 128 * r, 1)[0] for r in range(cfg.head_dim // 32)]
-        if left is not None:
-            row = [Uint32(cutlass.select_(u * unit < left, w, Uint32(0))) for w in row]
+        if seen is not None:
+            live = smem.live_unit(u, unit, seen)
+            row = [Uint32(cutlass.select_(live, w, Uint32(0))) for w in row]
         found.append(row)
     return found
 
@@ -87,13 +89,13 @@ def _add(state, d: cute.Tensor, first: cutlass.Constexpr, pairs: list, p_sum: li
 
 
 @cute.jit
-def add_tile(state, sums: list, words: list, early: list, base: Int32, left, me, shared, operand: cute.Tensor,
+def add_tile(state, sums: list, words: list, early: list, base: Int32, seen, me, shared, operand: cute.Tensor,
              cfg: cutlass.Constexpr) -> None:  # fmt: skip
     """The whole of a tile's P V, unit by unit; P^T and its sums are complete in shared memory.
 
     Args:
         words: of pv.load_words; ``early``: :func:`load_pairs` of all units, or empty: they are loaded here.
-        base, left: of :func:`load_pairs`.
+        base, seen: of :func:`load_pairs`.
     """
     nh, units, blocks = cfg.heads_per_thread, folds.v_side(cfg).units, pv.row_blocks(cfg)
     factors = pv.position_factors(cfg, me.warp)
@@ -103,7 +105,7 @@ def add_tile(state, sums: list, words: list, early: list, base: Int32, left, me,
             (d,) = pv.accumulate([pv.unpack(words, me.masks, block, u, cfg)], [operand], u, cfg)
             if cutlass.const_expr(block == 0):
                 p_sum = [unit_sums(shared, me.lane, j, cfg)[u] for j in range(nh)]
-                pairs = early[u] if cutlass.const_expr(len(early) > 0) else load_pairs(base, [u], left, cfg)[0]
+                pairs = early[u] if cutlass.const_expr(len(early) > 0) else load_pairs(base, [u], seen, cfg)[0]
             if cutlass.const_expr(u == 0 and block == 0):
                 weights = [softmax.advance(state, sums, j, cfg) for j in range(nh)]
                 old, new = [w[0] for w in weights], [w[1] for w in weights]

@@ -52,19 +52,20 @@ def _codes(stage, i: int, cfg: DecodeConfig) -> list:
 
 
 @cute.jit
-def scores(z: list, shared, slot: Int32, thread_k: Int32, left: Int32, warp: Int32, lane: Int32,
+def scores(z: list, shared, slot: Int32, thread_k: Int32, seen: tuple, warp: Int32, lane: Int32,
            cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """Fill ``z`` (:func:`accumulators`) with the logits of the tile in ``slot``, of which ``left`` tokens count.
+    """Fill ``z`` (:func:`accumulators`) with the logits of the tile in ``slot``.
 
     Args:
         thread_k: shared address of this thread's first vector of K in slot 0.
+        seen: (first token that counts or None, the one after the last).
     """
     stage = slot * cfg.stage_bytes
     codes = [_codes(thread_k + stage, i, cfg) for i in range(qk.HALVES)]
     if cutlass.const_expr(folds.k_side(cfg).channel):
         _channel_scores(z, codes, shared, warp, lane, cfg)
     else:
-        _group_scores(z, codes, shared, stage, left, warp, lane, cfg)
+        _group_scores(z, codes, shared, stage, seen, warp, lane, cfg)
 
 
 def _channel_scores(z: list, codes: list, shared, warp, lane, cfg: DecodeConfig) -> None:
@@ -89,14 +90,17 @@ def _channel_scores(z: list, codes: list, shared, warp, lane, cfg: DecodeConfig)
                 z[j][2 * i + rh] = device.fma(dot, factor, offset)
 
 
-def _group_scores(z: list, codes: list, shared, stage, left, warp, lane, cfg: DecodeConfig) -> None:
-    """Row 1 of fold.py, group by group; a token beyond ``left`` has parameters 0."""
+def _group_scores(z: list, codes: list, shared, stage, seen, warp, lane, cfg: DecodeConfig) -> None:
+    """Row 1 of fold.py, group by group; a token that does not count has parameters 0."""
     k = folds.k_side(cfg)
     record, token = qk.block_offset(cfg, 2 * warp + lane // 16)
     quad = lane // 4 % 4 * 4
     pairs = shared.ring + stage + record + cfg.layout.k_params_offset + 4 * (token + quad)
     first = 32 * warp + lane // 4 * 4
+    start, left = seen
     live = [first + i < left for i in range(TOKENS)]
+    if start is not None:
+        live = [a & (first + i >= start) for i, a in enumerate(live)]
     steps = k.group // 32
     operands = [_operand(shared, lane, 0, j, cfg) for j in range(cfg.heads_per_thread)]
     for x in range(k.parts):

@@ -139,3 +139,20 @@ def init_barriers(ledger: Ledger, cfg: cutlass.Constexpr) -> None:
         cute.arch.mbarrier_init(ledger.full + i, 1)  # the load warp, with the bytes to come
         cute.arch.mbarrier_init(ledger.empty + i, 4)  # the warps of one math warpgroup
     cute.arch.mbarrier_init_fence()
+
+
+def live_unit(index, unit: int, seen: tuple):
+    """Whether a unit of tokens (folds.py) has one that counts; ``seen``: (first of the tile that does or None: 0, the
+    one after the last)."""
+    first, stop = seen
+    live = index * unit < stop
+    return live if first is None else live & (index * unit + unit > first)
+
+
+def unit_pairs(cfg: DecodeConfig, unit: int, index, section: int, seen: tuple | None):
+    """folds.unit_offset, from the first page of the unit that a sliding window has left: pages before it are not there,
+    and each of a unit's pages repeats its pairs."""
+    if seen is None or seen[0] is None:
+        return folds.unit_offset(cfg, unit, index, section)
+    there = cutlass.max(seen[0], Int32(0)) >> (cfg.page_size.bit_length() - 1)
+    return folds.unit_offset(cfg, unit, index, section, lambda page: cutlass.max(there, Int32(page)))

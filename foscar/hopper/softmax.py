@@ -197,9 +197,12 @@ def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cu
     return w
 
 
-def exclude(w: list, first, left) -> list:
-    """``w`` with -inf for tokens that do not count; ``first`` is the thread's, ``left`` how many of the tile count."""
+def exclude(w: list, first, seen: tuple) -> list:
+    """``w`` with -inf for tokens that do not count; ``first`` is the thread's, ``seen`` of :func:`smem.live_unit`."""
+    start, left = seen
     live = [first + i < left for i in range(TOKENS)]
+    if start is not None:
+        live = [a & (first + i >= start) for i, a in enumerate(live)]
     return [
         [Float32(cutlass.select_(c, x, Float32(float("-inf")))) for c, x in zip(live, row, strict=True)] for row in w
     ]

@@ -20,13 +20,18 @@ def _release(barrier: cute.Pointer, lane) -> None:
     device.arrive_where(lane == 0, barrier.toint())
 
 
+def seen_from(item, left, cfg):
+    """The first token of a tile that a row sees (0 or less: all are), with a sliding window; without one None."""
+    return left - item.span if cfg.options.window else None
+
+
 @cute.jit
 def prepare(me, item, slot: Int32, left: Int32, cfg: cutlass.Constexpr) -> None:
     """The parameters of the tile in ``slot``, from which on ``left`` tokens count (more than TILE_TOKENS: all)."""
     at = slot * cfg.stage_bytes
     valid = me.token < left
     if cutlass.const_expr(cfg.options.window):
-        valid = valid & (me.token >= left - item.span)
+        valid = valid & (me.token >= seen_from(item, left, cfg))
     softmax.prepare_params(me.k_pair + at, me.v_pair + at, me.prepared, Int32(valid), cfg)
 
 
@@ -43,11 +48,11 @@ def scores_ahead(me, args, shared, s: list, operands: tuple, item, slot: Int32, 
         if cutlass.const_expr(k.plain):
             qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
         if cutlass.const_expr(k.channel):
-            channel_query.prepare(args, shared, slot, left, me.warp, me.lane, first, cfg)
+            channel_query.prepare(args, shared, slot, (seen_from(item, left, cfg), left), me.warp, me.lane, first, cfg)
     else:
         prepare(me, item, slot, left, cfg)  # between the barriers: all lanes have loaded, none loads before the next
         if cutlass.const_expr(not k.plain):
-            qk_folded.scores(s, shared, slot, me.k, left, me.warp, me.lane, cfg)
+            qk_folded.scores(s, shared, slot, me.k, (seen_from(item, left, cfg), left), me.warp, me.lane, cfg)
 
 
 @cute.jit
@@ -76,18 +81,18 @@ def values(me, shared, state, sums: list, words: list, operands: list, slot: Int
 
 
 @cute.jit
-def channel_values(me, shared, state, sums: list, words: list, operand: cute.Tensor, slot: Int32, left,
+def channel_values(me, shared, state, sums: list, words: list, operand: cute.Tensor, slot: Int32, seen,
                    cfg: cutlass.Constexpr) -> None:  # fmt: skip
-    """P V of a tile and its promotion, V with parameters per channel; ``left``: tokens that count, None: all."""
+    """P V of a tile and its promotion, V with parameters per channel; ``seen``: of pv_channel.load_pairs."""
     units = folds.v_side(cfg).units
     base = me.v_channel + slot * cfg.stage_bytes
-    early = pv_channel.load_pairs(base, range(units if units <= pv_channel.EARLY else 0), left, cfg)
+    early = pv_channel.load_pairs(base, range(units if units <= pv_channel.EARLY else 0), seen, cfg)
     pv_channel.store_sums(sums, shared, me.warp, me.lane, cfg)
     if cutlass.const_expr(folds.k_side(cfg).plain):
         warpgroup.wait_group(0)
     if cutlass.const_expr(len(early) > 0):
         _release(shared.empty + slot, me.lane)
     cute.arch.barrier(barrier_id=me.barrier, number_of_threads=128)
-    pv_channel.add_tile(state, sums, words, early, base, left, me, shared, operand, cfg)
+    pv_channel.add_tile(state, sums, words, early, base, seen, me, shared, operand, cfg)
     if cutlass.const_expr(len(early) == 0):
         _release(shared.empty + slot, me.lane)

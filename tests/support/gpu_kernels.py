@@ -105,6 +105,18 @@ OPTIONS = (
     _config(2, 4, 128, 128, 8, BF16, options="window,rows"),
     _config(2, 2, 64, 16, 12, BF16, options="rows"),
     _config(4, 4, 256, 32, 4, BF16, options="window"),
+    *(
+        DecodeConfig(KVFormat.parse(name), 64, page, 4, FP16, options=KernelOptions(window=True))
+        for name, page in (
+            ("k2c64v2", 16),
+            ("k2c128v2t32", 16),
+            ("k4v4c64", 16),
+            ("k4c32v2c32", 32),
+            ("k2c128v2c128", 16),
+            ("k2t32v2c32", 16),
+        )
+    ),
+    DecodeConfig(KVFormat.parse("k2c32v2c64"), 64, 16, 16, FP16, options=KernelOptions(window=True, rows=True)),
 )
 
 # What test_windows_kernel.py and test_windows_gpu.py run.

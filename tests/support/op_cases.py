@@ -24,6 +24,11 @@ def tensors_of(case: Case) -> tuple:
     return case.q, case.cache.data, case.block_table, case.seq_lens, *shape_of(case.cache)
 
 
+def windowed_tensors(given) -> tuple:
+    """Of the inputs of a case with windows (support.window_checks), up to the cache's shape."""
+    return given.q, given.cache.operator_tensors, given.table, given.lengths, given.slots
+
+
 def empty_cache(pages: int = 20, fmt: KVFormat | None = None, heads: int = KV_HEADS) -> PagedKVCache:
     cache = PagedKVCache(pages, PAGE, heads, HEAD_DIM, fmt)
     cache.data.fill_(POISON)

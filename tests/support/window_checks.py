@@ -68,13 +68,24 @@ class Inputs:
     sinks: torch.Tensor | None
     q_indptr: torch.Tensor | None
 
+    def planned(self, **more) -> foscar.BatchDecodeWithPagedKVCacheWrapper:
+        """A wrapper that has planned the case."""
+        x, wrapper = self.case, foscar.BatchDecodeWithPagedKVCacheWrapper()
+        wrapper.plan(
+            block_table=self.table, seq_lens=self.lengths, slot_ids=self.slots, window=x.window, format=x.fmt,
+            num_qo_heads=self.q.shape[1], num_kv_heads=x.kv_heads, head_dim=x.head_dim, page_size=x.page_size,
+            q_data_type=x.dtype, options=x.options, q_indptr=self.q_indptr, max_q_len=DEFAULT_Q_LEN,
+            has_sinks=x.sinks, sm_scale=x.sm_scale, **more,
+        )  # fmt: skip
+        return wrapper
+
     def decode(self, **more):
         x = self.case
         out = torch.full_like(self.q, torch.nan)
-        return foscar.decode_windowed(
-            self.q, self.cache, self.table, self.lengths, self.slots, out=out, return_lse=True, options=x.options,
-            sinks=self.sinks, q_indptr=self.q_indptr, sm_scale=x.sm_scale, max_q_len=DEFAULT_Q_LEN, **more,
-        )  # fmt: skip
+        call = {"options": x.options, "sinks": self.sinks, "q_indptr": self.q_indptr, "sm_scale": x.sm_scale,
+                "max_q_len": DEFAULT_Q_LEN} | more  # fmt: skip
+        tables = (self.table, self.lengths, self.slots)
+        return foscar.decode_windowed(self.q, self.cache, *tables, out=out, return_lse=True, **call)
 
 
 def make_inputs(x: WindowCase, device="cpu", seed: int = 0) -> Inputs:
@@ -160,7 +171,8 @@ def assert_contract(out, lse, given: Inputs, lse_base: int | str = 2) -> None:
 def config(x: WindowCase, given: Inputs):
     """The case's kernel, which must be in the table of gpu_kernels.py."""
     variant = Variant(x.options, given.sinks, given.q_indptr)
-    exact = dataclasses.replace(variant, exact=foscar.windowed._exact_tokens(given.q, given.cache, given.slots))
+    room = foscar.windowed.exact_room(given.q, given.cache)
+    exact = dataclasses.replace(variant, exact=foscar.windowed.exact_tokens(given.cache, given.slots, room))
     packed = given.cache.packed
     padded = PagedKVCache(1, packed.page_size, packed.num_kv_heads, packed.padded_head_dim, packed.format)
     return config_of(given.q, padded, None, exact)
