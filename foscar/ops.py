@@ -43,7 +43,7 @@ def _decode(arguments: dict, out: torch.Tensor | None = None) -> tuple[torch.Ten
     more = {"options": options, "out": out, "return_lse": True, "lse_base": _LSE_BASES[lse_base]}
     shape = {name: arguments.pop(name) for name in ("format", "page_size", "head_dim")}
     if "cache_data" in arguments:
-        return _decode_attention(cache=_cache(arguments.pop("cache_data"), **shape), **arguments, **more)
+        return _decode_attention(cache=_cache(arguments.pop("cache_data"), *shape.values()), **arguments, **more)
     storage, n_recent = (arguments.pop(name) for name in ("storage", "n_recent"))
     shape["format"] = _parse(shape["format"])
     cache = WindowedKVCache.from_storage(storage, **shape, n_recent=n_recent)

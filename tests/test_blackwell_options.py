@@ -22,7 +22,6 @@ from foscar import AttentionOptions, FormatError, KVFormat, WindowConfig
 from foscar.blackwell.config import DecodeConfig
 from foscar.blackwell.decode import kernels
 from foscar.common import jit
-from foscar.common.errors import FormatError
 from foscar.common.plan import KernelOptions
 
 needs_dsl = pytest.mark.skipif(jit.dsl_version() is None, reason="compiling the kernels needs nvidia-cutlass-dsl")

@@ -30,9 +30,8 @@ def load_pairs(base, tokens, warp, cfg: DecodeConfig) -> list:
     factors = [x * Float32(2.0**lowfloat.CODE_SHIFT) for x in unpack.position_factors(cfg, warp)]
     result = []
     for i in range(STEP_TILES):
-        words = pv_channel.load_pairs(
-            base + i * cfg.tile_bytes, range(folds.v_side(cfg).units), tokens - i * TILE_TOKENS, cfg
-        )
+        seen = (None, tokens - i * TILE_TOKENS)
+        words = pv_channel.load_pairs(base + i * cfg.tile_bytes, range(folds.v_side(cfg).units), seen, cfg)
         tile = []
         for unit in words:
             found = [device.unpack_halves(w, cfg.format.params) for w in unit]
