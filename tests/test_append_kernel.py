@@ -138,6 +138,17 @@ def test_token_groups_without_a_place_are_skipped(append):
     assert_same_records(got, want)
 
 
+def planted(pattern: str, instead: str):
+    """The PTX with a bug: ``instead`` of all that matches, which there must be."""
+
+    def mutate(ptx: str) -> str:
+        changed, count = re.subn(pattern, instead, ptx)
+        assert count, "nothing to change"
+        return changed
+
+    return mutate
+
+
 GROUP_BUGS = {
     "extremes without NaN": (r"(min|max)\.NaN", r"\1"),
     "no share of other lanes": (r"shfl\.sync\.bfly\.b32 \t(%r\d+), (%r\d+), 16,.*;", r"mov.b32 \1, \2;"),
@@ -151,13 +162,8 @@ GROUP_BUGS = {
 @pytest.mark.skipif(jit.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 @pytest.mark.parametrize("bug", GROUP_BUGS)
 def test_planted_bugs_in_token_groups_are_seen(bug):
-    def mutate(ptx: str) -> str:
-        changed, count = re.subn(*GROUP_BUGS[bug], ptx)
-        assert count, "nothing to change"
-        return changed
-
     with pytest.raises(AssertionError, match="byte"):
-        check_groups(CHANNEL_APPENDS[2], EmulatedAppend(mutate))
+        check_groups(CHANNEL_APPENDS[2], EmulatedAppend(planted(*GROUP_BUGS[bug])))
 
 
 # ---------------------------------------------------------------------------------------------- planted bugs
@@ -178,13 +184,8 @@ BUGS = {  # in the PTX: a pattern and what takes its place, everywhere
 @pytest.mark.skipif(jit.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_seen(bug):
-    def mutate(ptx: str) -> str:
-        changed, count = re.subn(*BUGS[bug], ptx)
-        assert count, "nothing to change"
-        return changed
-
     with pytest.raises(AssertionError, match="byte"):
-        check_bytes(APPENDS[3], EmulatedAppend(mutate))
+        check_bytes(APPENDS[3], EmulatedAppend(planted(*BUGS[bug])))
 
 
 @on_both

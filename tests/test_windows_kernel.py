@@ -127,6 +127,17 @@ def test_a_plan_on_the_torch_backend(name):
     same_results(*planned_results(name, backend="torch"))
 
 
+def replays(graph, given, tables: tuple, results: tuple, expected: tuple) -> None:
+    """A graph captured of no tokens gives zeros, and with the lengths and slots of ``tables`` what is expected."""
+    graph.replay()
+    assert not bool(results[0].any())
+    for target, values in zip((given.lengths, given.slots), tables, strict=True):
+        target.copy_(values)
+    graph.replay()
+    for got, want, names in zip(results, expected, (("row", "head", "channel"), ("row", "head")), strict=True):
+        assert_equal(got.cpu(), want.cpu(), names)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_gpu() is not None, reason=why_no_gpu() or "")
 def test_a_captured_plan_reads_lengths_and_slots():
@@ -142,13 +153,7 @@ def test_a_captured_plan_reads_lengths_and_slots():
         wrapper.run(given.q, given.cache, out=out, lse=lse)
     given.lengths.zero_()
     given.slots.fill_(-1)
-    graph.replay()
-    assert not bool(out.any())
-    given.lengths.copy_(lengths)
-    given.slots.copy_(slots)
-    graph.replay()
-    assert_equal(out.cpu(), want.cpu(), ("row", "head", "channel"))
-    assert_equal(lse.cpu(), want_lse.cpu(), ("row", "head"))
+    replays(graph, given, (lengths, slots), (out, lse), (want, want_lse))
 
 
 def test_a_sliding_window_is_refused():
@@ -173,13 +178,7 @@ def test_a_captured_graph_reads_lengths_and_slots(name):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = given.decode()
-    graph.replay()
-    assert not bool(out.any())
-    given.lengths.copy_(lengths)
-    given.slots.copy_(slots)
-    graph.replay()
-    assert_equal(out.cpu(), want.cpu(), ("row", "head", "channel"))
-    assert_equal(lse.cpu(), want_lse.cpu(), ("row", "head"))
+    replays(graph, given, (lengths, slots), (out, lse), (want, want_lse))
 
 
 def test_no_requests():

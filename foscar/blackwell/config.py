@@ -70,7 +70,12 @@ def check_options(config: DecodeConfig) -> None:
     refused = [f.name for f in fields(config.options) if getattr(config.options, f.name) and f.name not in OPTIONS]
     if refused:
         raise FormatError(f"the Blackwell kernel has the options {', '.join(OPTIONS)}, not {', '.join(refused)}")
-    folds.check_window("Blackwell", config)
+    if config.options.window and (not folds.k_side(config).plain or folds.v_side(config).channel):
+        # Pages before a window are not loaded: parameters that other tokens share may be missing.
+        raise FormatError(
+            f"the Blackwell kernel takes a window with K per token in one group and V per token, "
+            f"not with {config.format.name}; backend='torch' takes both"
+        )
 
 
 @dataclass(frozen=True)

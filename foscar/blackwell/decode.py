@@ -5,7 +5,6 @@ No such GPU has run the kernel yet, so the first use warns.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 
@@ -22,11 +21,10 @@ BUILD = f"{__package__}.build"
 
 def kernels(config: DecodeConfig) -> tuple[tuple[str, DecodeConfig | CombineConfig, str, dict[str, str]], ...]:
     """(name, config, builder, parameters) of the decode kernel and its combine, for jit.load_or_compile."""
-    options = dataclasses.replace(config.options, soft_cap=False, wide_cap=False)
-    combine = CombineConfig(config.head_dim, config.q_dtype, options)
+    combine = CombineConfig.of(config)
     return (
         ("blackwell_decode", config, f"{BUILD}:build_decode", arguments.decode(config.options)),
-        ("blackwell_combine", combine, f"{BUILD}:build_combine", arguments.combine(options)),
+        ("blackwell_combine", combine, f"{BUILD}:build_combine", arguments.combine(combine.options)),
     )
 
 

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ..common import schedule
-from ..hopper.load import first_page, page_ids
+from ..hopper.load import first_page, page_ids, unseen_pages
 from . import pipeline, walk
 from .bulk import copy_page, expect_bytes
 from .config import STEP_TILES
@@ -57,9 +57,8 @@ def load_warp(args, shared, lane: Int32, cfg: cutlass.Constexpr) -> None:
             for q in cutlass.range(cutlass.min(steps - done, chunk), unroll=1):
                 here = cutlass.min(end - first - (done + q) * per_step, per_step)
                 skip = Int32(0)
-                if cutlass.const_expr(cfg.options.window):  # pages wholly before the windows
-                    unseen = (cut.length - cut.span) // cfg.page_size
-                    skip = cutlass.max(cutlass.min(unseen - first - (done + q) * per_step, per_step), 0)
+                if cutlass.const_expr(cfg.options.window):
+                    skip = unseen_pages(cut, first + (done + q) * per_step, per_step, cfg)
                 _load_step(args, shared, ids, q * per_step, skip, here, base, slot, phase, cfg)
                 slot, phase = pipeline.next_slot(slot, phase, cfg.stages)
         left = left - n

@@ -187,19 +187,10 @@ def _item(args, request: Int32, head: Int32, cut: schedule.Cut, beyond: Int32, l
     return Item(args.soft_cap_log2, beyond, cut.span, cut.q_len, limit, args.window)
 
 
-@cute.jit
-def _mask(w: list, item: Item, left: Int32, first: Int32, cfg: cutlass.Constexpr) -> list:
-    """Scores of a tile from which on the request has ``left`` tokens, masked where a row sees less than another.
-
-    ``first``: the thread's first token of the tile.
-    """
+def _mask(w: list, item: Item, left: Int32, first: Int32, cfg: DecodeConfig) -> list:
+    """hopper/softmax.mask of pairs of tokens."""
     each = [[x for pair in row for x in (pair.low, pair.high)] for row in w]
-    edge = left - item.q_len < TILE_TOKENS - 1
-    if cutlass.const_expr(cfg.options.window):
-        edge = edge | (left > item.window)
-    if edge:
-        each = parts.mask_scores(each, [x + (left - first) for x in item.limit], item.window)
-    return [packed.pairs(row) for row in each]
+    return [packed.pairs(row) for row in parts.mask(each, item, left, first, cfg)]
 
 
 @cute.jit

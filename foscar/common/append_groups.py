@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from . import device
 from .append_config import CHANNELS, DTYPES, THREADS
 from .append_quantize import INFINITY, SMALL, Divisor, Side, add_code, fit, select
-from .append_rows import first_item, load_int32, load_row, load_word, request_of, store, store_word
+from .append_rows import first_item, load, load_int32, load_row, load_word, request_of, store, store_word
 
 
 def _record(args, request, position, head, page_size: int):
@@ -80,6 +80,11 @@ def _shifts(side: Side) -> list[int]:
     return [8 * c + side.bits * p for p in range(side.positions) for c in range(CHANNELS)]
 
 
+def _channel(i: int, j, side: Side):
+    """Of a lane's value ``i``, in word ``j`` of a row."""
+    return i // CHANNELS * side.row_bytes + CHANNELS * j + i % CHANNELS
+
+
 @cute.jit
 def append_groups(args, source: Int64, stride: Int64, head_stride: Int64, name: cutlass.Constexpr,
                   cfg: cutlass.Constexpr) -> None:  # fmt: skip
@@ -114,8 +119,8 @@ def append_groups(args, source: Int64, stride: Int64, head_stride: Int64, name: 
         if base < first:
             record, token = _record(args, request, first - 1, head, cfg.page_size)
             for i in cutlass.range_constexpr(count):
-                channel = i // CHANNELS * side.row_bytes + CHANNELS * j + i % CHANNELS
-                old_pairs[i] = Uint32(load_int32(record + Int64(side.param(token, Uint32(channel))), Int64(0)))
+                channel = _channel(i, j, side)
+                old_pairs[i] = load(Uint32, record + Int64(side.param(token, Uint32(channel))))
             for position in range(base + part, first, parts):
                 record, token = _record(args, request, position, head, cfg.page_size)
                 word = load_word(record, side, token, j)
@@ -151,7 +156,7 @@ def append_groups(args, source: Int64, stride: Int64, head_stride: Int64, name: 
             kept = kept | select(keep, Uint32(mask), Uint32(0))
             blank = blank | select(empty, Uint32(mask), Uint32(0))
             if cutlass.const_expr(side.padded):
-                beyond = i // CHANNELS * side.row_bytes + CHANNELS * j + i % CHANNELS >= side.head_dim
+                beyond = _channel(i, j, side) >= side.head_dim
                 pair = select(beyond, Uint32(SMALL[side.params]), pair)
                 padding = padding | select(beyond, Uint32(mask), Uint32(0))
             pairs[i] = pair
@@ -170,8 +175,8 @@ def append_groups(args, source: Int64, stride: Int64, head_stride: Int64, name: 
                 store_word(record, side, token, j, (word & kept) | (again & ~(kept | blank)))
         if part == 0:
             for column in range(base // cfg.page_size, (last - 1) // cfg.page_size + 1):
-                record, token = _record(args, request, column * cfg.page_size, head, cfg.page_size)
+                record, _ = _record(args, request, column * cfg.page_size, head, cfg.page_size)
+                token = Uint32(base) % cfg.page_size
                 for i in cutlass.range_constexpr(count):
-                    channel = i // CHANNELS * side.row_bytes + CHANNELS * j + i % CHANNELS
-                    token = Uint32(base) % cfg.page_size
+                    channel = _channel(i, j, side)
                     store(Uint32, record + Int64(side.param(token, Uint32(channel))), pairs[i])

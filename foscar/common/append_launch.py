@@ -32,9 +32,7 @@ def config_of(cache, k: torch.Tensor, v: torch.Tensor) -> AppendConfig | None:
     return _config(cache.format, cache.head_dim, cache.page_size, name, vector)
 
 
-@functools.cache
-def _config(format, *shape) -> AppendConfig:
-    return AppendConfig(format, *shape)
+_config = functools.cache(AppendConfig)
 
 
 def launch_values(

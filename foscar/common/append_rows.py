@@ -39,7 +39,7 @@ class Args:
 # ---------------------------------------------------------------------------------------------- where a row goes
 def load_int32(address, index) -> Int32:
     """Element ``index`` (Int64) of an int32 array."""
-    return cute.make_tensor(device.global_pointer(Int32, address + 4 * index, 4), cute.make_layout(1))[0]
+    return load(Int32, address + 4 * index)
 
 
 def first_item(row, request, group: int):

@@ -6,7 +6,7 @@ depend on lengths, so a captured graph replays correctly with others.  The rest 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 TILE_TOKENS = 128  # of a stage and of a softmax step: 256 fail the numeric contract on an attention sink
 
@@ -219,6 +219,11 @@ class CombineConfig:
     head_dim: int
     out_dtype: str = "bfloat16"
     options: KernelOptions = PLAIN
+
+    @classmethod
+    def of(cls, config) -> CombineConfig:
+        """Of a decode kernel."""
+        return cls(config.head_dim, config.q_dtype, replace(config.options, soft_cap=False, wide_cap=False))
 
     @property
     def threads(self) -> int:

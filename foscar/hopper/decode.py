@@ -173,12 +173,11 @@ def kernels(config: DecodeConfig) -> tuple[tuple[str, KernelConfig, str, dict[st
         window = WindowKernelConfig(config.head_dim, config.heads, config.q_dtype, options)
         first = (("window_attention", window, f"{BUILD}:build_window", arguments.window(options)),)
         config = dataclasses.replace(config, options=dataclasses.replace(config.options, exact_f16=False))
-    options = dataclasses.replace(config.options, soft_cap=False, wide_cap=False)
-    combine = CombineConfig(config.head_dim, config.q_dtype, options)
+    combine = CombineConfig.of(config)
     return (
         *first,
         ("hopper_decode", config, f"{BUILD}:build_decode", arguments.decode(config.options)),
-        ("hopper_combine", combine, f"{BUILD}:build_combine", arguments.combine(options)),
+        ("hopper_combine", combine, f"{BUILD}:build_combine", arguments.combine(combine.options)),
     )
 
 

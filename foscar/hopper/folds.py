@@ -11,7 +11,6 @@ import functools
 import math
 from dataclasses import dataclass
 
-from ..common.errors import FormatError
 from ..common.formats import RecordLayout
 from ..common.plan import TILE_TOKENS
 
@@ -56,16 +55,6 @@ def k_side(cfg) -> Side:
 
 def v_side(cfg) -> Side:
     return _side(cfg.layout, "v")
-
-
-def check_window(kernel: str, cfg) -> None:
-    """Raise :class:`FormatError` where there is a sliding window and a format that ``kernel`` does not take with it."""
-    if cfg.options.window and (not k_side(cfg).plain or v_side(cfg).channel):
-        # Pages before a window are not loaded: parameters that other tokens share may be missing.
-        raise FormatError(
-            f"the {kernel} kernel takes a window with K per token in one group and V per token, "
-            f"not with {cfg.format.name}; backend='torch' takes both"
-        )
 
 
 def token_values(cfg) -> int:

@@ -144,18 +144,6 @@ def _thread(cfg: DecodeConfig, shared, worker, warp, lane) -> Thread:
 
 
 @cute.jit
-def _mask(w: list, me: Thread, item: Item, left: Int32, cfg: cutlass.Constexpr) -> list:
-    """Scores of a tile from which on the request has ``left`` tokens, masked where a row sees less than another."""
-    edge = left - item.q_len < TILE_TOKENS - 1
-    if cutlass.const_expr(cfg.options.window):
-        edge = edge | (left > item.window)
-    if edge:
-        first = 32 * me.warp + 4 * (me.lane // 4)
-        w = softmax.mask_scores(w, [x + (left - first) for x in item.limit], item.window)
-    return w
-
-
-@cute.jit
 def _tile(args, me: Thread, shared, state, s: list, operands: tuple, item: Item, slots: tuple, left: Int32,
           last: cutlass.Constexpr, cfg: cutlass.Constexpr) -> None:  # fmt: skip
     """One tile, whose scores are in ``s``: softmax, P V, and meanwhile Q K^T of the tile ahead.
@@ -169,10 +157,10 @@ def _tile(args, me: Thread, shared, state, s: list, operands: tuple, item: Item,
     w = softmax.fold_scores(s, params, item.factor, item.q_sum, cfg, item.soft_cap)
     seen = None  # a tile before the last is full
     if cutlass.const_expr(v.channel and (last or cfg.options.window)):
-        seen = (stages.seen_from(item, left, cfg), left)
+        seen = stages.seen_of(item, left, cfg)
         w = softmax.exclude(w, me.token // 4 * 4, seen)
     if cutlass.const_expr(cfg.options.rows):
-        w = _mask(w, me, item, left, cfg)
+        w = softmax.mask(w, item, left, 32 * me.warp + 4 * (me.lane // 4), cfg)
     if cutlass.const_expr(not last):
         stages.scores_ahead(me, args, shared, s, operands, item, ahead, left - TILE_TOKENS, True, False, cfg)
     top = softmax.tile_maxima(w, shared, me.warp, me.lane, me.barrier, cfg)

@@ -31,6 +31,12 @@ def first_page(args, request: Int32) -> Int64:
     return row
 
 
+def unseen_pages(cut: schedule.Cut, first, most: int, cfg) -> Int32:
+    """How many of the ``most`` pages from page ``first`` of a request on lie wholly before its windows."""
+    unseen = (cut.length - cut.span) // cfg.page_size
+    return cutlass.max(cutlass.min(unseen - first, most), 0)
+
+
 @cute.jit
 def _load_tile(args, shared, ids: Int32, first: Int32, skip: Int32, pages: Int32, base: Int64, slot: Int32,
                phase: Int32, cfg: cutlass.Constexpr) -> None:  # fmt: skip
@@ -75,9 +81,8 @@ def load_warp(args, shared, local: Int32, lane: Int32, cfg: cutlass.Constexpr) -
             for q in cutlass.range(cutlass.min(n - done, chunk), unroll=1):
                 here = cutlass.max(cutlass.min(pages - (tile + done + q) * per_tile, per_tile), 0)
                 skip = Int32(0)
-                if cutlass.const_expr(cfg.options.window):  # pages wholly before the windows
-                    unseen = (cut.length - cut.span) // cfg.page_size
-                    skip = cutlass.max(cutlass.min(unseen - (tile + done + q) * per_tile, per_tile), 0)
+                if cutlass.const_expr(cfg.options.window):
+                    skip = unseen_pages(cut, (tile + done + q) * per_tile, per_tile, cfg)
                 _load_tile(args, shared, ids, q * per_tile, skip, here, base, slot, phase, cfg)
                 slot = slot + 1
                 if slot == cfg.stages:

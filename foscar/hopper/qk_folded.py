@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from ..common import device, fold
-from . import folds, qk
+from . import folds, qk, smem
 from .config import DecodeConfig
 
 TOKENS = 2 * qk.HALVES  # of one thread
@@ -97,10 +97,7 @@ def _group_scores(z: list, codes: list, shared, stage, seen, warp, lane, cfg: De
     quad = lane // 4 % 4 * 4
     pairs = shared.ring + stage + record + cfg.layout.k_params_offset + 4 * (token + quad)
     first = 32 * warp + lane // 4 * 4
-    start, left = seen
-    live = [first + i < left for i in range(TOKENS)]
-    if start is not None:
-        live = [a & (first + i >= start) for i, a in enumerate(live)]
+    live = smem.live_tokens(first, TOKENS, seen)
     steps = k.group // 32
     operands = [_operand(shared, lane, 0, j, cfg) for j in range(cfg.heads_per_thread)]
     for x in range(k.parts):

@@ -149,6 +149,13 @@ def live_unit(index, unit: int, seen: tuple):
     return live if first is None else live & (index * unit + unit > first)
 
 
+def live_tokens(first, count: int, seen: tuple) -> list:
+    """Likewise of each of ``count`` tokens from ``first`` on."""
+    start, stop = seen
+    live = [first + i < stop for i in range(count)]
+    return live if start is None else [a & (first + i >= start) for i, a in enumerate(live)]
+
+
 def unit_pairs(cfg: DecodeConfig, unit: int, index, section: int, seen: tuple | None):
     """folds.unit_offset, from the first page of the unit that a sliding window has left: pages before it are not there,
     and each of a unit's pages repeats its pairs."""

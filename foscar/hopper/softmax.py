@@ -31,7 +31,7 @@ from ..common import device, fold
 from ..common.rows import LOWEST
 from ..common.soft_cap import cap_logit
 from . import folds, qk, smem
-from .config import DecodeConfig
+from .config import TILE_TOKENS, DecodeConfig
 from .pv import PROB_TOP
 
 MAGIC = 8388608.0  # 2^23: adding it leaves a float's integer part in the low mantissa bits
@@ -165,6 +165,22 @@ def mask_scores(w: list, limit: list, window) -> list:
 
 
 @cute.jit
+def mask(w: list, item, left: Int32, first: Int32, cfg: cutlass.Constexpr) -> list:
+    """Scores of a tile from which on the request has ``left`` tokens, masked where a row sees less than another.
+
+    Args:
+        item: its q_len, limit and window (kernel.Item).
+        first: the thread's first token of the tile.
+    """
+    edge = left - item.q_len < TILE_TOKENS - 1
+    if cutlass.const_expr(cfg.options.window):
+        edge = edge | (left > item.window)
+    if edge:
+        w = mask_scores(w, [x + (left - first) for x in item.limit], item.window)
+    return w
+
+
+@cute.jit
 def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cutlass.Constexpr, cap=None) -> list:
     """Steps 1 to 4 of the domains above: ``w[head][token]`` from the accumulators of :func:`qk.scores`.
 
@@ -199,10 +215,7 @@ def fold_scores(s: list, params: TokenParams, factor: list, q_sum: list, cfg: cu
 
 def exclude(w: list, first, seen: tuple) -> list:
     """``w`` with -inf for tokens that do not count; ``first`` is the thread's, ``seen`` of :func:`smem.live_unit`."""
-    start, left = seen
-    live = [first + i < left for i in range(TOKENS)]
-    if start is not None:
-        live = [a & (first + i >= start) for i, a in enumerate(live)]
+    live = smem.live_tokens(first, TOKENS, seen)
     return [
         [Float32(cutlass.select_(c, x, Float32(float("-inf")))) for c, x in zip(live, row, strict=True)] for row in w
     ]

@@ -20,9 +20,10 @@ def _release(barrier: cute.Pointer, lane) -> None:
     device.arrive_where(lane == 0, barrier.toint())
 
 
-def seen_from(item, left, cfg):
-    """The first token of a tile that a row sees (0 or less: all are), with a sliding window; without one None."""
-    return left - item.span if cfg.options.window else None
+def seen_of(item, left, cfg) -> tuple:
+    """Which tokens of a tile count (smem.live_unit), those that a row sees: with a sliding window from some token on (0
+    or less: all are)."""
+    return (left - item.span if cfg.options.window else None), left
 
 
 @cute.jit
@@ -31,7 +32,7 @@ def prepare(me, item, slot: Int32, left: Int32, cfg: cutlass.Constexpr) -> None:
     at = slot * cfg.stage_bytes
     valid = me.token < left
     if cutlass.const_expr(cfg.options.window):
-        valid = valid & (me.token >= seen_from(item, left, cfg))
+        valid = valid & (me.token >= seen_of(item, left, cfg)[0])
     softmax.prepare_params(me.k_pair + at, me.v_pair + at, me.prepared, Int32(valid), cfg)
 
 
@@ -48,11 +49,11 @@ def scores_ahead(me, args, shared, s: list, operands: tuple, item, slot: Int32, 
         if cutlass.const_expr(k.plain):
             qk.scores(s, me.k + slot * cfg.stage_bytes, operands[0], cfg)
         if cutlass.const_expr(k.channel):
-            channel_query.prepare(args, shared, slot, (seen_from(item, left, cfg), left), me.warp, me.lane, first, cfg)
+            channel_query.prepare(args, shared, slot, seen_of(item, left, cfg), me.warp, me.lane, first, cfg)
     else:
         prepare(me, item, slot, left, cfg)  # between the barriers: all lanes have loaded, none loads before the next
         if cutlass.const_expr(not k.plain):
-            qk_folded.scores(s, shared, slot, me.k, (seen_from(item, left, cfg), left), me.warp, me.lane, cfg)
+            qk_folded.scores(s, shared, slot, me.k, seen_of(item, left, cfg), me.warp, me.lane, cfg)
 
 
 @cute.jit
